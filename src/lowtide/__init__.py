@@ -1,0 +1,69 @@
+"""lowtide decides which activations a PyTorch model keeps and which it recomputes, and proves it.
+
+    module ─────────► regions.discover ──► blocks ─┐
+                                                   ▼
+    policy.yaml ────► policy ────────────► resolve ──► recipes ──► regions ──► the same module, checkpointed
+                                                                     │
+    config ─► build ─► parallelize ─► loop ─► events ─► tracking     ▼
+    (training)                          └──────────► measurement ─► peak bytes, saved bytes
+
+    errors        the tree of errors
+    policy/       kinds (tagged union) · match (globs on FQNs) · resolve (policy + blocks -> recipes)   no torch
+    ── torch starts here ──
+    regions/      the only code that changes a model: discover · operators · apply and remove · recompute
+    measurement/  live bytes, saved bytes, the true peak of a step
+    api/          the verbs, each joining the parts above
+    training/     config registry mesh data model optim parallelize checkpoint events loop tracking entry
+    ── torch ends ──
+    cli/          one thin file a verb
+
+Public names load on first use, so that ``import lowtide`` costs nothing that is not needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from lowtide.api import Applied, SavedBytes, apply, saved_bytes
+    from lowtide.policy import EveryNthLayer, Full, NoPolicy, SelectiveOp, SomeLayers
+
+_HOMES = {
+    "Applied": "lowtide.api",
+    "SavedBytes": "lowtide.api",
+    "apply": "lowtide.api",
+    "saved_bytes": "lowtide.api",
+    "EveryNthLayer": "lowtide.policy",
+    "Full": "lowtide.policy",
+    "NoPolicy": "lowtide.policy",
+    "SelectiveOp": "lowtide.policy",
+    "SomeLayers": "lowtide.policy",
+}
+
+__all__ = [
+    "Applied",
+    "EveryNthLayer",
+    "Full",
+    "NoPolicy",
+    "SavedBytes",
+    "SelectiveOp",
+    "SomeLayers",
+    "apply",
+    "saved_bytes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
