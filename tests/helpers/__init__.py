@@ -1,0 +1,1 @@
+"""What tests share: a pool of worker processes, small models, the law's check, operator counts."""
