@@ -106,7 +106,8 @@ class RankError(FailedError):
 def nearest(name: str, candidates: Iterable[str], *, count: int = 3) -> list[str]:
     """Return up to ``count`` candidates that look most like ``name``, the best first."""
     pool = list(dict.fromkeys(candidates))
-    found = difflib.get_close_matches(name, pool, n=count, cutoff=0.5)
+    found = [c for c in pool if c.lower() == name.lower()]
+    found += [c for c in difflib.get_close_matches(name, pool, n=count, cutoff=0.5) if c not in found]
     tail = name.rsplit(".", 1)[-1].lower()
     found += [c for c in pool if c not in found and tail and tail in c.lower()]
     return found[:count]
@@ -120,7 +121,7 @@ def listing(names: Iterable[str], *, limit: int = 12) -> str:
 
 
 def find_error(error: BaseException, kind: type[LowtideError] = LowtideError) -> LowtideError | None:
-    """Find the first error of ``kind`` along ``__cause__`` and ``__context__``: others may have wrapped ours."""
+    """Find the first error of ``kind`` along ``__cause__`` and ``__context__``: others may wrap ours."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

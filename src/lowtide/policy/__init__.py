@@ -1,9 +1,9 @@
 """What a policy says, as values: no torch, no module, no counter.
 
-    kinds      one frozen class per kind, a union tagged by ``kind``
-    match      glob patterns over FQNs, by segments
-    resolve    policy + block names -> one recipe per region (what is priced is what runs)
-    aliases    names that stand for groups of operators
+kinds      one frozen class per kind, a union tagged by ``kind``
+match      glob patterns over FQNs, by segments
+resolve    policy + block names -> one recipe per region (what is priced is what runs)
+aliases    names that stand for groups of operators
 """
 
 from lowtide.policy._aliases import ALIASES, ROUTING_OPS
@@ -11,6 +11,7 @@ from lowtide.policy._kinds import (
     EveryNthLayer,
     Full,
     Keep,
+    LayerPolicy,
     NoPolicy,
     Policy,
     SaveRule,
@@ -28,6 +29,7 @@ __all__ = [
     "EveryNthLayer",
     "Full",
     "Keep",
+    "LayerPolicy",
     "NoPolicy",
     "Pattern",
     "Policy",

@@ -9,7 +9,16 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from lowtide.errors import PolicyError, nearest
 from lowtide.policy._match import Pattern
@@ -32,11 +41,21 @@ def _parse_share(value: str) -> tuple[int, int]:
     return m, n
 
 
+def _no_truth_value(value: object) -> object:
+    """Refuse true and false where a number is meant: pydantic would read them as 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_no_truth_value)]
+
+
 class Keep(_Frozen):
     """The first ``m`` of every ``n`` calls; ``always`` is 1/1."""
 
-    m: int = 1
-    n: int = 1
+    m: Whole = 1
+    n: Whole = 1
 
     @model_validator(mode="before")
     @classmethod
@@ -100,8 +119,8 @@ def _as_patterns(value: Any) -> Any:
 
 class _LayerPolicy(_Frozen):
     layers: tuple[str, ...] | None = None
-    """Globs on FQNs, by segments: ``model.layers.*``, ``model.layers.{0-7}``, ``**.block.{-1}``. Left out, all
-    repeated trainable stacks are found and named in the log."""
+    """Globs on FQNs, by segments: ``model.layers.*``, ``model.layers.{0-7}``, ``**.block.{-1}``. Left out,
+    all repeated trainable stacks are found and named in the log."""
 
     executor: Literal["auto", "recompute"] = "auto"
     """What carries the policy out. ``auto`` takes the compiler where a block is compiled and ``recompute``
@@ -112,8 +131,8 @@ class _LayerPolicy(_Frozen):
     refused unless ``allow_inexact`` is set."""
 
     determinism: Literal["default", "strict"] = "default"
-    """``default`` compares operators, shapes and literals of forward and recompute the first time that a region
-    meets inputs of a form; ``strict`` also compares every operator's result, bit by bit."""
+    """``default`` compares operators, shapes and literals of forward and recompute the first time that a
+    region meets inputs of a form; ``strict`` also compares every operator's result, bit by bit."""
 
     allow_inexact: bool = False
     """Lets a policy through whose gradients may differ from those without it. It is written into the record
@@ -128,7 +147,9 @@ class _LayerPolicy(_Frozen):
     @classmethod
     def _patterns_parse(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if value is not None and not value:
-            raise ValueError("an empty list of layers would checkpoint nothing: leave `layers` out to find all blocks")
+            raise ValueError(
+                "an empty list of layers would checkpoint nothing: leave `layers` out to find all blocks"
+            )
         for text in value or ():
             Pattern.parse(text)
         return value
@@ -151,7 +172,7 @@ class EveryNthLayer(_LayerPolicy):
 
     kind: Literal["every_nth_layer"] = "every_nth_layer"
 
-    n: int = Field(ge=1)
+    n: Whole = Field(ge=1)
     """Every how many blocks one is checkpointed; 1 is all of them."""
 
 
@@ -160,8 +181,15 @@ class SomeLayers(_LayerPolicy):
 
     kind: Literal["some_layers"] = "some_layers"
 
-    checkpoint: str | tuple[int, ...]
+    checkpoint: str | tuple[Whole, ...]
     """A share ``p/q`` (blocks whose index mod q is below p) or a list of block indices."""
+
+    @field_validator("checkpoint", mode="before")
+    @classmethod
+    def _of_a_kind(cls, value: Any) -> Any:
+        if not isinstance(value, str | list | tuple):
+            raise ValueError("write a share such as 3/4 or a list of block indices such as [0, 1, 5]")
+        return value
 
     @field_validator("checkpoint")
     @classmethod
@@ -234,7 +262,9 @@ def parse_policy(value: object) -> NoPolicy | LayerPolicy:
 def _explain(error: ValidationError, kind: str) -> str:
     lines: list[str] = []
     for item in error.errors():
-        path = ".".join(["policy", *(str(p) for p in item["loc"] if p != kind)])
+        # The tag of the union stands first, and members of a union inside a field carry a type's name.
+        steps = [p for p in item["loc"][1:] if not (isinstance(p, str) and p.startswith(("str", "tuple[")))]
+        path = ".".join(["policy", *map(str, steps)])
         if item["type"] == "extra_forbidden":
             lines.append(_unknown_key(path, kind))
         else:

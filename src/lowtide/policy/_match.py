@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _RANGE = re.compile(r"(-?\d{1,9})(?:-(-?\d{1,9}))?")
-_SEGMENT = re.compile(r"[A-Za-z0-9_*?]+")
+_SEGMENT = re.compile(r"[\w*?-]+")
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def _parse_segment(segment: str, text: str) -> str | _Indices:
         return _Indices(tuple(_parse_range(part.strip(), text) for part in segment[1:-1].split(",")))
     if not _SEGMENT.fullmatch(segment) or ("**" in segment and segment != "**"):
         raise ValueError(
-            f"{text!r}: the segment {segment!r} is not legal. A segment is a name, *, ** or indices in braces: "
-            "model.layers.{0-7}, layers.{-1}, layers.{0-3,8}"
+            f"{text!r}: the segment {segment!r} is not legal. A segment is a name, *, ** or indices in braces, "
+            "as in model.layers.{0-7}, layers.{-1}, layers.{0-3,8}"
         )
     return segment
 

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.errors import NothingMatchedError, PolicyError, listing
-from lowtide.policy._kinds import EveryNthLayer, Full, LayerPolicy, NoPolicy, SaveRule, SelectiveOp, SomeLayers
+from lowtide.policy._kinds import (
+    EveryNthLayer,
+    Full,
+    LayerPolicy,
+    NoPolicy,
+    SaveRule,
+    SelectiveOp,
+    SomeLayers,
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,7 @@ def _chooses(policy: LayerPolicy, block: Block) -> bool:
         share = policy.share()
         if share is not None:
             return block.index % share[1] < share[0]
+        assert not isinstance(policy.checkpoint, str)
         return block.index in policy.checkpoint
     assert isinstance(policy, Full | SelectiveOp)
     return True

@@ -1,0 +1,77 @@
+"""What importing costs and gives: the pure parts never load torch, no module shadows a public name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import lowtide
+
+PURE = ["lowtide", "lowtide.errors", "lowtide.policy"]
+
+PUBLIC = [
+    "Applied",
+    "EveryNthLayer",
+    "Full",
+    "NoPolicy",
+    "SavedBytes",
+    "SelectiveOp",
+    "SomeLayers",
+    "apply",
+    "saved_bytes",
+]
+
+
+def _fresh(code: str) -> object:
+    """Run code in a fresh process; what its last line prints, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_the_pure_parts_never_import_torch_even_indirectly(name):
+    code = f"import json, sys; import {name}; print(json.dumps(sorted(sys.modules)))"
+    loaded = _fresh(code)
+    assert name in loaded
+    heavy = {"torch", "transformers", "pandas", "wandb", "tensorboard"}
+    assert not heavy & set(loaded)
+
+
+def test_policies_are_made_and_resolved_without_torch():
+    code = (
+        "import json, sys, lowtide; from lowtide.policy import Block, resolve\n"
+        "p = lowtide.SelectiveOp(save=['sdpa', {'op': 'matmul', 'keep': '1/2'}])\n"
+        "r = resolve(p, [Block('layers.0', 'layers', 0)])\n"
+        "print(json.dumps([r.total, 'torch' in sys.modules]))"
+    )
+    assert _fresh(code) == [1, False]
+
+
+def test_the_public_names_are_these():
+    assert sorted(lowtide.__all__) == PUBLIC
+    assert set(PUBLIC) <= set(dir(lowtide))
+
+
+def test_every_submodule_imports_and_none_shadows_a_public_name():
+    code = (
+        "import importlib, json, pkgutil, sys, types, lowtide\n"
+        "found = pkgutil.walk_packages(lowtide.__path__, 'lowtide.')\n"
+        "names = [m.name for m in found if '__main__' not in m.name]\n"
+        "[importlib.import_module(n) for n in names]\n"
+        "bad = [n for n in lowtide.__all__ if isinstance(getattr(lowtide, n), types.ModuleType)]\n"
+        "print(json.dumps([len(names), bad]))"
+    )
+    count, shadowed = _fresh(code)
+    assert count > 5
+    assert shadowed == []
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="aply"):
+        lowtide.aply  # noqa: B018
