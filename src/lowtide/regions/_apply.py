@@ -1,0 +1,201 @@
+"""Decide which modules become regions, then put the regions in place. Nothing else of the model changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lowtide.errors import RefusedError, listing
+from lowtide.policy import LayerPolicy, NoPolicy, RegionRecipe, parse_policy, resolve
+from lowtide.regions._discover import Candidate, find_candidates
+from lowtide.regions._names import slots
+from lowtide.regions._refusals import refuse_impossible
+from lowtide.regions._region import Region
+from lowtide.regions._session import Session
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What ``apply`` did.
+
+    Attributes:
+        policy: the policy as understood.
+        blocks: how many blocks there are, each shared module counted once.
+        regions: the checkpointed ones, in order.
+    """
+
+    policy: NoPolicy | LayerPolicy
+    blocks: int
+    regions: tuple[Region, ...]
+
+    def __str__(self) -> str:
+        if not self.regions:
+            return f"{self.policy.kind}: no block checkpointed"
+        names = compress_names([r.fqn for r in self.regions])
+        executors = listing(dict.fromkeys(r.executor for r in self.regions))
+        return (
+            f"{self.policy.kind}: {len(self.regions)} of {self.blocks} blocks checkpointed ({names}), "
+            f"executor {executors}"
+        )
+
+    def check(self) -> None:
+        """Raise if a rule matched no operator in what ran so far.
+
+        In eager code this happens by itself, before the first backward. Under ``torch.compile`` no code of ours runs
+        between forward and backward: call it after the first forward.
+
+        Raises:
+            NothingMatchedError: names the rule and the nearest operators that ran.
+        """
+        for session in {id(r.session): r.session for r in self.regions}.values():
+            session.check()
+
+    def remove(self) -> None:
+        """Give every module the forward that it had before.
+
+        Raises:
+            RefusedError: something replaced a region's forward after ``apply``; remove that first.
+        """
+        for region in self.regions:
+            module = region.module
+            current = module.__dict__.get("forward")
+            if current is None:
+                continue
+            if current is not region:
+                raise RefusedError(
+                    f"{region.fqn}.forward was replaced after lowtide.apply (by {type(current).__name__}); take that "
+                    "away first, then call remove()"
+                )
+        for region in self.regions:
+            if region.module.__dict__.get("forward") is region:
+                _put_back(region)
+
+
+def _put_back(region: Region) -> None:
+    if region.replaced is None:
+        del region.module.__dict__["forward"]
+    else:
+        region.module.forward = region.replaced
+
+
+def apply(model: nn.Module, policy: object) -> Applied:
+    """Checkpoint the blocks of ``model`` as ``policy`` says.
+
+    Replaces ``forward`` on each chosen block's instance and nothing else: names, ``state_dict`` keys, classes and
+    the modules themselves stay. Gradients stay bitwise those without the policy, or the policy is refused. Applying
+    an equal policy again changes nothing.
+
+    Order: ``apply``, then ``block.compile()``, then ``fully_shard``. ``apply`` after ``fully_shard`` works as well.
+
+    Args:
+        model: any module; the root, or a part that holds whole blocks.
+        policy: a policy (``lowtide.SelectiveOp(save=["sdpa"])``) or a mapping as in YAML.
+
+    Returns:
+        What was done, with ``remove()``.
+
+    Raises:
+        PolicyError: the policy cannot be meant.
+        NothingMatchedError: no block, or a pattern or operator name that matches nothing.
+        RefusedError: another policy is applied, or this model in this state cannot keep the promise.
+    """
+    parsed = parse_policy(policy)
+    present = _present_regions(model)
+    if present:
+        return _again(parsed, present, model)
+    if isinstance(parsed, NoPolicy):
+        return Applied(parsed, 0, ())
+    candidates = find_candidates(model, parsed.layers)
+    resolution = resolve(parsed, [c.block for c in candidates])
+    modules = {c.block.fqn: c.module for c in candidates}
+    aliases = _aliases(candidates)
+    recipes = _one_per_module(resolution.regions, modules, aliases)
+    for recipe in recipes:
+        refuse_impossible(model, recipe, modules[recipe.block.fqn])
+    session = Session(recipes[0].save, len(recipes))
+    regions = [
+        Region(modules[r.block.fqn], r, parsed, session, tuple(aliases[id(modules[r.block.fqn])]))
+        for r in recipes
+    ]
+    for region in regions:
+        region.module.forward = region
+    return Applied(parsed, len(aliases), tuple(regions))
+
+
+def _present_regions(model: nn.Module) -> dict[int, Region]:
+    found = {id(s.module): s.module.__dict__.get("forward") for s in slots(model)}
+    return {key: region for key, region in found.items() if isinstance(region, Region)}
+
+
+def _again(policy: NoPolicy | LayerPolicy, present: Mapping[int, Region], model: nn.Module) -> Applied:
+    """The same policy again is the same as once; another one is refused."""
+    regions = list(present.values())
+    applied = regions[0].policy
+    if policy != applied or any(r.policy != applied for r in regions):
+        raise RefusedError(
+            f"{listing(r.fqn for r in regions)}: policy {applied.kind!r} is already applied, and "
+            f"{policy.kind!r} differs from it. Call remove() on what lowtide.apply returned first"
+        )
+    candidates = find_candidates(model, applied.layers)
+    modules = {c.block.fqn: c.module for c in candidates}
+    wanted = {id(modules[r.block.fqn]) for r in resolve(applied, [c.block for c in candidates]).regions}
+    if wanted != set(present):
+        raise RefusedError(
+            f"some blocks of this model carry a region already ({listing(r.fqn for r in regions)}) and others that the "
+            "policy chooses do not: a block is shared with another model, or blocks were added. Call remove() first"
+        )
+    return Applied(applied, len(_aliases(candidates)), tuple(regions))
+
+
+def _aliases(candidates: Sequence[Candidate]) -> dict[int, list[str]]:
+    """Map each module to the names of all its places."""
+    found: dict[int, list[str]] = {}
+    for c in candidates:
+        found.setdefault(id(c.module), []).append(c.block.fqn)
+    return found
+
+
+def _one_per_module(
+    recipes: Sequence[RegionRecipe], modules: Mapping[str, nn.Module], aliases: Mapping[int, Sequence[str]]
+) -> list[RegionRecipe]:
+    """One recipe for each module; a shared block must be chosen at all of its places or at none."""
+    chosen = {r.block.fqn for r in recipes}
+    unique: dict[int, RegionRecipe] = {}
+    for recipe in recipes:
+        key = id(modules[recipe.block.fqn])
+        left_out = [name for name in aliases[key] if name not in chosen]
+        if left_out:
+            raise RefusedError(
+                f"{recipe.block.fqn} is the same module as {listing(left_out)}, and the policy chooses only some of "
+                "these places: one module cannot be checkpointed at one place and not at another. Choose all or none"
+            )
+        unique.setdefault(key, recipe)
+    return list(unique.values())
+
+
+def compress_names(names: Sequence[str]) -> str:
+    """Write ``a.0, a.1, a.2, a.5`` as ``a.{0-2,5}``."""
+    groups: dict[str, list[int]] = {}
+    plain: list[str] = []
+    for name in names:
+        head, _, last = name.rpartition(".")
+        if last.isdecimal():
+            groups.setdefault(head, []).append(int(last))
+        else:
+            plain.append(name)
+    parts = [f"{head}.{_ranges(sorted(ids))}".removeprefix(".") for head, ids in groups.items()]
+    return ", ".join([*parts, *plain])
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    if len(ids) == 1:
+        return str(ids[0])
+    runs: list[list[int]] = []
+    for i in ids:
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"
