@@ -147,9 +147,7 @@ class _LayerPolicy(_Frozen):
     @classmethod
     def _patterns_parse(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         if value is not None and not value:
-            raise ValueError(
-                "an empty list of layers would checkpoint nothing: leave `layers` out to find all blocks"
-            )
+            raise ValueError("an empty list of layers would checkpoint nothing: leave `layers` out to find all blocks")
         for text in value or ():
             Pattern.parse(text)
         return value

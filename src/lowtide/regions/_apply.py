@@ -116,8 +116,7 @@ def apply(model: nn.Module, policy: object) -> Applied:
         refuse_impossible(model, recipe, modules[recipe.block.fqn])
     session = Session(recipes[0].save, len(recipes))
     regions = [
-        Region(modules[r.block.fqn], r, parsed, session, tuple(aliases[id(modules[r.block.fqn])]))
-        for r in recipes
+        Region(modules[r.block.fqn], r, parsed, session, tuple(aliases[id(modules[r.block.fqn])])) for r in recipes
     ]
     for region in regions:
         region.module.forward = region

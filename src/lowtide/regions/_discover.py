@@ -55,9 +55,7 @@ def _repeated_stacks(model: nn.Module, tree: list[Slot]) -> list[Candidate]:
         if not children:
             continue
         prefix = f"{slot.fqn}." if slot.fqn else ""
-        found += [
-            Candidate(Block(prefix + name, slot.fqn, position), child) for position, name, child in children
-        ]
+        found += [Candidate(Block(prefix + name, slot.fqn, position), child) for position, name, child in children]
         inside += [f"{prefix}{name}." for _, name, _ in children]
     if not found:
         containers = [s.fqn for s in tree if _is_container(s.module)]
@@ -113,9 +111,7 @@ def _matched(layers: Sequence[str], tree: list[Slot]) -> list[Candidate]:
             )
         chosen.update((n, by_fqn[n]) for n in names)
     _check_matches([chosen[n] for n in by_fqn if n in chosen])
-    return [
-        Candidate(Block(s.fqn, s.parent_fqn, s.position), s.module) for n, s in by_fqn.items() if n in chosen
-    ]
+    return [Candidate(Block(s.fqn, s.parent_fqn, s.position), s.module) for n, s in by_fqn.items() if n in chosen]
 
 
 def _check_matches(chosen: list[Slot]) -> None:

@@ -35,9 +35,7 @@ class Slot:
 def innermost(module: nn.Module) -> nn.Module:
     """Return the bare module inside any wrappers."""
     while True:
-        inner = next(
-            (module._modules[s] for s in _inner_names(module) if module._modules.get(s) is not None), None
-        )
+        inner = next((module._modules[s] for s in _inner_names(module) if module._modules.get(s) is not None), None)
         if inner is None:
             return module
         module = inner

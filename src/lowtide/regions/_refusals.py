@@ -48,8 +48,7 @@ def _is_wrapped(model: nn.Module, fqn: str, module: nn.Module) -> bool:
     if any(isinstance(m, CheckpointWrapper) or composable.state(m) is not None for m in related):
         return True
     return any(
-        isinstance(m, CheckpointWrapper) and any(inner is module for inner in m.modules())
-        for m in model.modules()
+        isinstance(m, CheckpointWrapper) and any(inner is module for inner in m.modules()) for m in model.modules()
     )
 
 
@@ -61,11 +60,7 @@ def _refuse_compiled_inside(fqn: str, module: nn.Module) -> None:
         if child is module:
             continue
         optimized = isinstance(child, torch._dynamo.OptimizedModule)
-        if (
-            optimized
-            or child._compiled_call_impl is not None
-            or _is_compiled_function(child.__dict__.get("forward"))
-        ):
+        if optimized or child._compiled_call_impl is not None or _is_compiled_function(child.__dict__.get("forward")):
             raise RefusedError(_order(fqn, f"{fqn}.{name}"))
 
 

@@ -122,11 +122,7 @@ class Region:
     @property
     def reason(self) -> str:
         """Why that executor."""
-        return (
-            "asked for"
-            if self.policy.executor == "recompute"
-            else "eager; where the block is compiled: compile"
-        )
+        return "asked for" if self.policy.executor == "recompute" else "eager; where the block is compiled: compile"
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -159,9 +155,7 @@ class Region:
             )
         return self._run(module, inner, args, kwargs)
 
-    def _run(
-        self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_caches(self.fqn, args, kwargs)
         leaves, spec = _flatten(args, kwargs)
         form = _form(module, leaves)
@@ -175,9 +169,7 @@ class Region:
             out = self._checkpoint(invocation, leaves, Tape(thorough=False, unneeded=facts.unneeded))
         else:
             invocation.remember_buffers(facts.changed_buffers)
-            out = checkpoint(
-                invocation, *leaves, use_reentrant=False, preserve_rng_state=self.plan.preserve_rng
-            )
+            out = checkpoint(invocation, *leaves, use_reentrant=False, preserve_rng_state=self.plan.preserve_rng)
         self.session.region_ended(self.fqn)
         return out
 
@@ -191,9 +183,7 @@ class Region:
         changed = invocation.keep_changed_buffers()
         if not self.plan.allow_inexact:
             storages = {b.untyped_storage()._cdata: name for name, b in buffers.items()}
-            refuse_outside_writes(
-                self.plan, tape, storages, [t for t in leaves if isinstance(t, torch.Tensor)]
-            )
+            refuse_outside_writes(self.plan, tape, storages, [t for t in leaves if isinstance(t, torch.Tensor)])
         if len(self.facts) >= _MOST_FORMS:
             self.facts.clear()
         self.facts[form] = _Facts(bool(self.plan.table) or tape.saw_routing, changed)
@@ -273,9 +263,7 @@ class _Invocation:
         """Forget the copies of buffers that forward left as they were; name the others."""
         for name in list(self.before):
             buffer = _buffer(self.module, name)
-            if buffer is None or (
-                buffer._version == self.versions[name] and _same_bits(buffer, self.before[name])
-            ):
+            if buffer is None or (buffer._version == self.versions[name] and _same_bits(buffer, self.before[name])):
                 del self.before[name]
         return tuple(self.before)
 

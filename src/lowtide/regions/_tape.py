@@ -324,9 +324,7 @@ class Repeating(_RegionMode):
         trait = traits(func)
         tape = self.tape
         unruled = func not in self.plan.table
-        if trait & Trait.SKIPPED or (
-            unruled and (trait & Trait.CAST or (trait & Trait.VIEW and not tape.thorough))
-        ):
+        if trait & Trait.SKIPPED or (unruled and (trait & Trait.CAST or (trait & Trait.VIEW and not tape.thorough))):
             return func(*args, **kwargs)
         position = self.position
         if position >= len(tape.funcs) or tape.funcs[position] is not func:
@@ -351,21 +349,15 @@ class Repeating(_RegionMode):
         if self.release:
             del self.tape.kept[position]
         value = kept.value
-        return (
-            _share(value) if isinstance(value, torch.Tensor) else tree_map_only(torch.Tensor, _share, value)
-        )
+        return _share(value) if isinstance(value, torch.Tensor) else tree_map_only(torch.Tensor, _share, value)
 
     def _place(self, position: int) -> str:
         return f"region {self.plan.fqn}, operator {position + 1} of {len(self.tape.funcs)}"
 
     def _other_operator(self, func: Any) -> RecomputeError:
         position, funcs = self.position, self.tape.funcs
-        expected = (
-            f"forward ran {describe(funcs[position])}" if position < len(funcs) else "forward had ended"
-        )
-        return RecomputeError(
-            f"{self._place(position)}: {expected}, recompute runs {describe(func)}. {CAUSES}"
-        )
+        expected = f"forward ran {describe(funcs[position])}" if position < len(funcs) else "forward had ended"
+        return RecomputeError(f"{self._place(position)}: {expected}, recompute runs {describe(func)}. {CAUSES}")
 
     def _other_arguments(
         self, func: Any, position: int, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -410,9 +402,7 @@ def _graph_is_freed() -> bool:
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def refuse_outside_writes(
-    plan: Plan, tape: Tape, buffers: Mapping[int, str], inputs: Sequence[torch.Tensor]
-) -> None:
+def refuse_outside_writes(plan: Plan, tape: Tape, buffers: Mapping[int, str], inputs: Sequence[torch.Tensor]) -> None:
     """Refuse a region that writes to tensors from outside other than its own buffers.
 
     Args:
