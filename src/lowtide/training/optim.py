@@ -35,8 +35,7 @@ def matrix_names(model: nn.Module) -> frozenset[str]:
 def parameter_groups(
     model: nn.Module, *, matrices: frozenset[str], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Split trainable parameters into those with weight decay and those without; empty groups are left
-    out."""
+    """Split trainable parameters into those with weight decay and those without; no group is empty."""
     trainable = [(name, p) for name, p in named_bare_parameters(model) if p.requires_grad]
     groups = [
         {"params": [p for n, p in trainable if n in matrices], "weight_decay": weight_decay},
@@ -81,7 +80,7 @@ def _total_norm(gradients: list[Tensor]) -> Tensor:
     plain = [n for n in norms if not isinstance(n, DTensor)]
     parts = [torch.linalg.vector_norm(torch.stack(plain))] if plain else []
     if sharded:
-        joined = torch.linalg.vector_norm(torch.stack(sharded))
+        joined = torch.linalg.vector_norm(torch.stack([*sharded]))
         assert isinstance(joined, DTensor)
         parts.append(joined.full_tensor())
     return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))

@@ -77,8 +77,7 @@ class ScheduleConfig(Section):
 def learning_rate_factor(
     step: int, *, steps: int, warmup_steps: int, kind: Literal["cosine", "constant"], final_ratio: float
 ) -> float:
-    """Return the share of the peak rate, in [0, 1], for a step counted from 0; steps past the end stay at
-    it."""
+    """Return the share of the peak rate, in [0, 1], for a step counted from 0; past the end it stays."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if kind == "constant":

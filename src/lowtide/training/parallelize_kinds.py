@@ -22,8 +22,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class Fsdp2Config(Section):
-    """``fully_shard`` on every block and on the root: parameters, gradients and optimizer states are
-    split."""
+    """``fully_shard`` on every block and on the root: parameters, gradients, optimizer states are split."""
 
     kind: Literal["fsdp2"] = "fsdp2"
 
