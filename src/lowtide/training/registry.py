@@ -42,17 +42,27 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     SerializationInfo,
-    ValidationError,
     ValidationInfo,
     field_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from lowtide.errors import ConfigError, listing, nearest
-from lowtide.training.section import Section
+from lowtide.training.section import Section, kind_error, model_error
 
-__all__ = ["Builder", "Component", "Custom", "Family", "Reading", "find_kind", "kinds", "register"]
+__all__ = [
+    "Builder",
+    "Component",
+    "Custom",
+    "Family",
+    "Reading",
+    "built_in",
+    "custom_config_class",
+    "find_kind",
+    "kinds",
+    "register",
+]
 
 _KINDS: dict[str, dict[str, type[Component]]] = {}
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -173,13 +183,6 @@ def _reading(info: ValidationInfo) -> Reading:
     return info.context if isinstance(info.context, Reading) else Reading()
 
 
-def _error_at(key: str, code: str, value: object, message: str, legal: list[str]) -> ValidationError:
-    kind = PydanticCustomError(code, "{message}", {"message": message, "legal": legal})  # pyright: ignore[reportArgumentType]
-    return ValidationError.from_exception_data(
-        "component", [InitErrorDetails(type=kind, loc=(key,), input=value)]
-    )
-
-
 @dataclass(frozen=True)
 class Family:
     """Marks a field that holds a component: ``model: Annotated[Component, Family("model")]``."""
@@ -195,15 +198,11 @@ class Family:
             serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True),
         )
 
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         known = built_in(self.name)
         choices = [handler(cls.__pydantic_core_schema__) for cls in known.values()]
         plugins = sorted(set(_plugins(self.name)) - set(known))
-        choices += [
-            {"type": "object", "properties": {"kind": {"const": p}}, "required": ["kind"]} for p in plugins
-        ]
+        choices += [{"type": "object", "properties": {"kind": {"const": p}}, "required": ["kind"]} for p in plugins]
         return {"anyOf": choices}
 
     def _read(self, value: Any, info: ValidationInfo) -> Component:
@@ -216,11 +215,7 @@ class Family:
                 )
             return value
         if not isinstance(value, Mapping):
-            raise PydanticCustomError(
-                "component_type",
-                "Input should be a mapping with `kind`: {legal}",
-                {"legal": listing(kinds(self.name))},
-            )
+            raise model_error(kinds(self.name))
         reading = _reading(info)
         key = (id(value), self.name)
         if key not in reading.components:
@@ -231,14 +226,15 @@ class Family:
     def _class_for(self, value: Mapping[Any, Any]) -> type[Component]:
         kind, legal = value.get("kind"), kinds(self.name)
         if not isinstance(kind, str):
-            code = "kind_missing" if kind is None else "kind_type"
-            raise _error_at("kind", code, kind, f"every {self.name} names its kind", legal)
+            if kind is None:
+                raise kind_error("kind_missing", kind, "is required", legal)
+            raise kind_error("kind_unknown", kind, f"no such kind of {self.name}", legal)
         if kind not in legal:
-            raise _error_at("kind", "kind_unknown", kind, f"no such kind of {self.name}", legal)
+            raise kind_error("kind_unknown", kind, f"no such kind of {self.name}", legal)
         try:
             return find_kind(self.name, kind)
         except ConfigError as error:
-            raise _error_at("kind", "kind_broken", kind, str(error), []) from error
+            raise kind_error("kind_broken", kind, str(error), []) from error
 
 
 class Custom(Component):
@@ -274,9 +270,7 @@ class Custom(Component):
         config_class = _config_class(_import_target(target))
         if config_class is None:
             if value:
-                raise PydanticCustomError(
-                    "no_config", "{target} has no Config, so it takes none", {"target": target}
-                )
+                raise PydanticCustomError("no_config", "{target} has no Config, so it takes none", {"target": target})
             return value
         extra = None if config_class.model_config.get("extra") == "allow" else "forbid"
         return config_class.model_validate(value, context=reading, extra=extra)
@@ -284,9 +278,7 @@ class Custom(Component):
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Import the class and call it with its config."""
         target = _import_target(self.target)
-        return (
-            target(*args, **kwargs) if _config_class(target) is None else target(self.config, *args, **kwargs)
-        )
+        return target(*args, **kwargs) if _config_class(target) is None else target(self.config, *args, **kwargs)
 
 
 @cache
@@ -297,6 +289,16 @@ def _custom(family: str) -> type[Component]:
 def _config_class(target: Any) -> type[BaseModel] | None:
     found = getattr(target, "Config", None)
     return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+
+
+def custom_config_class(target: object, reading: Reading) -> type[BaseModel] | None:
+    """Return the ``Config`` that a custom target brings, where code is allowed and the target is found."""
+    if not reading.allow_code or not isinstance(target, str) or _TARGET.fullmatch(target) is None:
+        return None
+    try:
+        return _config_class(_import_target(target))
+    except PydanticCustomError:
+        return None
 
 
 def _import_target(target: str) -> Any:
