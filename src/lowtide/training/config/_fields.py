@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -16,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from lowtide.training.registry import Custom, Family, Reading, built_in, custom_config_class, kinds
 
-__all__ = ["class_for", "describe", "entry_of", "field_annotation"]
+__all__ = ["class_for", "describe", "entry_of", "field_annotation", "options"]
 
 
 def field_annotation(info: FieldInfo) -> Any:
@@ -27,21 +28,22 @@ def field_annotation(info: FieldInfo) -> Any:
     return annotation
 
 
-def _options(annotation: Any) -> list[Any]:
+def options(annotation: Any) -> list[Any]:
+    """List what an annotation allows: the members of a union, with families in place of ``Component``."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         inner, *markers = typing.get_args(annotation)
         families = [m for m in markers if isinstance(m, Family)]
-        return list(families) if families else _options(inner)
+        return list(families) if families else options(inner)
     if origin in (typing.Union, types.UnionType):
-        return [option for argument in typing.get_args(annotation) for option in _options(argument)]
+        return [option for argument in typing.get_args(annotation) for option in options(argument)]
     return [annotation]
 
 
 def class_for(annotation: Any, value: object) -> type[BaseModel] | None:
     """Return the class that reads ``value`` under this annotation, where that is clear."""
     classes: list[type[BaseModel]] = []
-    for option in _options(annotation):
+    for option in options(annotation):
         if isinstance(option, Family):
             classes += built_in(option.name).values()
         elif isinstance(option, type) and issubclass(option, BaseModel):
@@ -61,7 +63,7 @@ def entry_of(annotation: Any, value: object, key: str | int, *, reading: Reading
             return custom_config_class(value.get("target"), reading)
         info = cls.model_fields.get(str(key))
         return None if info is None else field_annotation(info)
-    for option in _options(annotation):
+    for option in options(annotation):
         arguments = typing.get_args(option)
         origin = typing.get_origin(option)
         if origin in (list, tuple, set, frozenset) and arguments and isinstance(key, int):
@@ -76,6 +78,7 @@ _NAMES = {
     float: "a number",
     bool: "true or false",
     str: "text",
+    Path: "a path",
     types.NoneType: "null",
 }
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "min_length": "of length at least"}
