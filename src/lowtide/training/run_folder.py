@@ -136,18 +136,20 @@ class RunFolder:
 def _create(path: Path, *, name: str, given: str, resolved: Mapping[str, Any], size: int) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir()
-        (path / "logs").mkdir()
-    except FileExistsError as error:
-        raise ConfigError(
-            f"{path} exists already: an experiment id names one run. Leave the id out for a new one, or go on with "
-            f"that run by --resume {path}"
-        ) from error
+        taken = path.exists() or path.is_symlink()
+        if not taken:
+            path.mkdir()
+            (path / "logs").mkdir()
     except OSError as error:
         raise InputError(
             f"the run folder {path} cannot be made: {error.strerror}; set run.directory to a folder that this "
             f"user may write"
         ) from error
+    if taken:
+        raise ConfigError(
+            f"{path} exists already: an experiment id names one run. Leave the id out for a new one, or go on with "
+            f"that run by --resume {path}"
+        )
     started = now_text()
     record = {
         "schema_version": 1,
