@@ -193,11 +193,13 @@ def _find_units(model: nn.Module) -> list[_Unit]:
     except NothingMatchedError as error:
         _log.info("%s: no blocks, so it is one unit (%s)", type(model).__name__, error)
         return []
-    modules = {slot.fqn: slot.module for slot in slots(model)}
-    names: dict[int, list[str]] = {}
-    for block in blocks:
-        names.setdefault(id(modules[block.fqn]), []).append(block.fqn)
-    return [_Unit(modules[all_names[0]], tuple(all_names)) for all_names in names.values()]
+    places: dict[int, list[str]] = {}
+    modules: dict[str, nn.Module] = {}
+    for slot in slots(model):
+        places.setdefault(id(slot.module), []).append(slot.fqn)
+        modules[slot.fqn] = slot.module
+    once = {id(modules[block.fqn]): modules[block.fqn] for block in blocks}
+    return [_Unit(module, tuple(places[key])) for key, module in once.items()]
 
 
 def _compile(model: nn.Module, units: list[_Unit], options: Mapping[str, Any]) -> tuple[str, ...]:
