@@ -12,7 +12,7 @@ from lowtide.policy import LayerPolicy, NoPolicy, RegionRecipe, parse_policy, re
 from lowtide.regions._discover import Candidate, find_candidates
 from lowtide.regions._names import slots
 from lowtide.regions._refusals import refuse_impossible
-from lowtide.regions._region import Region
+from lowtide.regions._region import Region, region_class
 from lowtide.regions._session import Session
 
 
@@ -114,13 +114,21 @@ def apply(model: nn.Module, policy: object) -> Applied:
     recipes = _one_per_module(resolution.regions, modules, aliases)
     for recipe in recipes:
         refuse_impossible(model, recipe, modules[recipe.block.fqn])
-    session = Session(recipes[0].save, len(recipes))
-    regions = [
-        Region(modules[r.block.fqn], r, parsed, session, tuple(aliases[id(modules[r.block.fqn])])) for r in recipes
-    ]
+    session = Session(recipes[0], len(recipes))
+    regions = [_region(modules[r.block.fqn], r, parsed, session, aliases) for r in recipes]
     for region in regions:
         region.module.forward = region
     return Applied(parsed, len(aliases), tuple(regions))
+
+
+def _region(
+    module: nn.Module,
+    recipe: RegionRecipe,
+    policy: LayerPolicy,
+    session: Session,
+    aliases: Mapping[int, Sequence[str]],
+) -> Region:
+    return region_class(type(module))(module, recipe, policy, session, tuple(aliases[id(module)]))
 
 
 def _present_regions(model: nn.Module) -> dict[int, Region]:

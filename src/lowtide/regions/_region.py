@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,10 +35,8 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from lowtide.errors import RefusedError
 from lowtide.policy import LayerPolicy, RegionRecipe
-from lowtide.regions._compiled import compiled_contexts
-from lowtide.regions._operators import save_table
 from lowtide.regions._session import Session
-from lowtide.regions._tape import Plan, Recording, Repeating, Tape, refuse_outside_writes
+from lowtide.regions._tape import Recording, Repeating, Tape, refuse_outside_writes
 
 _MOST_FORMS = 256
 
@@ -57,6 +55,9 @@ class _Facts:
 class Region:
     """Replaces ``forward`` on one module. Made by ``apply``; ``apply(...).remove()`` takes it away."""
 
+    kind: type[nn.Module] = nn.Module
+    """The class of module that this class of region is for."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -71,23 +72,13 @@ class Region:
         self.session = session
         self.aliases = aliases
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
-        self._prepare()
-
-    def _prepare(self) -> None:
-        recipe = self.recipe
-        self.plan = Plan(
-            fqn=recipe.block.fqn,
-            table=save_table(recipe.save),
-            keeps=tuple(rule.keep.keeps for rule in recipe.save),
-            preserve_rng=recipe.preserve_rng,
-            strict=recipe.strict,
-            allow_inexact=recipe.allow_inexact,
-        )
         self.facts: dict[Any, _Facts] = {}
-        self.compiled_contexts = functools.partial(compiled_contexts, self.plan, self.session)
 
     # A weak reference: a module that held a strong one to itself would wait for the cycle collector to free its
     # parameters. Copies and pickles carry the module, so that a copy runs its own parameters.
+    def __reduce__(self) -> Any:
+        return _new_region, (self.kind,), self.__getstate__()
+
     def __getstate__(self) -> dict[str, Any]:
         kept = ("recipe", "policy", "session", "aliases", "replaced")
         return {"module": self._module(), **{name: getattr(self, name) for name in kept}}
@@ -95,7 +86,7 @@ class Region:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._module = weakref.ref(state.pop("module"))
         self.__dict__.update(state)
-        self._prepare()
+        self.facts = {}
 
     @property
     def module(self) -> nn.Module:
@@ -141,35 +132,42 @@ class Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward: bare under ``no_grad``, else checkpointed."""
         module = self.module
-        inner = self._inner(module)
         if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
+            return self._inner(module)(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return checkpoint(
-                inner,
-                *args,
-                use_reentrant=False,
-                preserve_rng_state=self.plan.preserve_rng,
-                context_fn=self.compiled_contexts,
-                **kwargs,
-            )
-        return self._run(module, inner, args, kwargs)
+            return self._trace(module, args, kwargs)
+        return self._run(module, args, kwargs)
 
-    def _run(self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _trace(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What dynamo traces: it must touch nothing that differs between blocks, else each is compiled anew."""
+        replaced = self.replaced
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            return type(module).forward(module, *args, **kwargs) if replaced is None else replaced(*args, **kwargs)
+
+        return checkpoint(
+            body,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=self.session.preserve_rng,
+            context_fn=self.session.compiled_contexts,
+            **kwargs,
+        )
+
+    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_caches(self.fqn, args, kwargs)
         leaves, spec = _flatten(args, kwargs)
         form = _form(module, leaves)
         facts = self.facts.get(form)
-        first = facts is None or not facts.verified
-        invocation = _Invocation(self, module, inner, args, kwargs, spec)
-        if first:
+        invocation = _Invocation(self, module, args, kwargs, spec)
+        if facts is None or not facts.verified:
             out = self._run_thoroughly(invocation, leaves, form)
         elif facts.needs_tape:
             invocation.remember_buffers(facts.changed_buffers)
             out = self._checkpoint(invocation, leaves, Tape(thorough=False, unneeded=facts.unneeded))
         else:
             invocation.remember_buffers(facts.changed_buffers)
-            out = checkpoint(invocation, *leaves, use_reentrant=False, preserve_rng_state=self.plan.preserve_rng)
+            out = checkpoint(invocation, *leaves, use_reentrant=False, preserve_rng_state=self.session.preserve_rng)
         self.session.region_ended(self.fqn)
         return out
 
@@ -181,24 +179,25 @@ class Region:
         invocation.learning = (form, tape)
         out = self._checkpoint(invocation, leaves, tape)
         changed = invocation.keep_changed_buffers()
-        if not self.plan.allow_inexact:
+        plan = self.session.plan
+        if not plan.allow_inexact:
             storages = {b.untyped_storage()._cdata: name for name, b in buffers.items()}
-            refuse_outside_writes(self.plan, tape, storages, [t for t in leaves if isinstance(t, torch.Tensor)])
+            refuse_outside_writes(self.fqn, tape, storages, [t for t in leaves if isinstance(t, torch.Tensor)])
         if len(self.facts) >= _MOST_FORMS:
             self.facts.clear()
-        self.facts[form] = _Facts(bool(self.plan.table) or tape.saw_routing, changed)
+        self.facts[form] = _Facts(bool(plan.table) or tape.saw_routing, changed)
         return out
 
     def _checkpoint(self, invocation: _Invocation, leaves: list[Any], tape: Tape) -> Any:
         contexts = (
-            Recording(self.plan, tape, self.session),
-            Repeating(self.plan, tape, self.session.check),
+            Recording(self.session.plan, tape, self.session, self.fqn),
+            Repeating(self.session.plan, tape, self.session.check, self.fqn),
         )
         return checkpoint(
             invocation,
             *leaves,
             use_reentrant=False,
-            preserve_rng_state=self.plan.preserve_rng,
+            preserve_rng_state=self.session.preserve_rng,
             context_fn=lambda: contexts,
         )
 
@@ -210,6 +209,22 @@ class Region:
             facts.unneeded = tape.unused()
 
 
+@functools.cache
+def region_class(kind: type[nn.Module]) -> type[Region]:
+    """Make the class of region for a class of module, with a ``__call__`` of its own code.
+
+    Dynamo counts recompilations per code object: with one ``__call__`` for all, the ninth kind of block in a process
+    would pass its limit and silently run eager.
+    """
+    call = Region.__call__
+    own = types.FunctionType(call.__code__.replace(), call.__globals__, "__call__", None, call.__closure__)
+    return type("Region", (Region,), {"kind": kind, "__call__": own, "__module__": Region.__module__})
+
+
+def _new_region(kind: type[nn.Module]) -> Region:
+    return object.__new__(region_class(kind))
+
+
 class _Invocation:
     """The function that torch's checkpoint runs: once in forward, and again in each recompute."""
 
@@ -217,14 +232,13 @@ class _Invocation:
         self,
         region: Region,
         module: nn.Module,
-        inner: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         spec: _Spec,
     ) -> None:
         self.region = region
         self.module = module
-        self.inner = inner
+        self.inner = region._inner(module)
         self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.spec = spec
         self.before: dict[str, torch.Tensor] = {}
@@ -282,7 +296,7 @@ def _buffer(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 @contextmanager
-def _swapped_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _swapped_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Generator[None]:
     """Put copies of ``values`` in the place of the module's buffers, and the buffers back at the end."""
     places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in values]
     originals = [owner._buffers[leaf] for owner, leaf in places]

@@ -7,6 +7,7 @@ which rules it matched, and only a rank with an unmatched rule waits for the oth
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections import Counter
@@ -16,9 +17,10 @@ from typing import Any
 import torch.distributed as dist
 
 from lowtide.errors import NothingMatchedError, nearest
-from lowtide.policy import SaveRule
-from lowtide.regions._operators import resolve_operator
-from lowtide.regions._tape import describe
+from lowtide.policy import RegionRecipe, SaveRule
+from lowtide.regions._compiled import compiled_contexts
+from lowtide.regions._operators import resolve_operator, save_table
+from lowtide.regions._tape import Plan, describe
 
 _numbers = itertools.count()
 _WAIT = timedelta(minutes=10)
@@ -27,14 +29,34 @@ _WAIT = timedelta(minutes=10)
 class Session:
     """Counts matches of an applied policy's rules; a ``Witness`` of the tapes."""
 
-    def __init__(self, rules: tuple[SaveRule, ...], regions: int) -> None:
-        self.rules = rules
+    def __init__(self, recipe: RegionRecipe, regions: int) -> None:
+        self.rules: tuple[SaveRule, ...] = recipe.save
+        self.recipe = recipe
+        self.preserve_rng = recipe.preserve_rng
         self.regions = regions
         self.number = next(_numbers)
-        self.hits = [0] * len(rules)
+        self.hits = [0] * len(self.rules)
         self.seen: Counter[str] = Counter()
         self.ran_regions: set[str] = set()
-        self.checked = not rules
+        self.checked = not self.rules
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.plan = Plan(
+            table=save_table(self.rules),
+            keeps=tuple(rule.keep.keeps for rule in self.rules),
+            preserve_rng=self.recipe.preserve_rng,
+            strict=self.recipe.strict,
+            allow_inexact=self.recipe.allow_inexact,
+        )
+        self.compiled_contexts = functools.partial(compiled_contexts, self.plan, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("plan", "compiled_contexts")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
 
     def matched(self, rule: int) -> None:
         """A rule matched a call in a region."""

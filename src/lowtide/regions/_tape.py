@@ -29,9 +29,8 @@ from lowtide.regions._operators import Trait, draws, mutated_arguments, traits
 
 @dataclass(frozen=True)
 class Plan:
-    """How the calls of one region are carried out; shared by all regions of a policy, but for the name."""
+    """How calls are carried out; one for all regions of an ``apply``, so that compiled blocks share their code."""
 
-    fqn: str
     table: Mapping[Any, int]
     """Overload -> index of the rule that saves it."""
     keeps: Sequence[Callable[[int], bool]]
@@ -196,9 +195,10 @@ class _RegionMode(TorchDispatchMode):
 class Recording(_RegionMode):
     """Writes the tape in forward and keeps what the rules name."""
 
-    def __init__(self, plan: Plan, tape: Tape, witness: Witness) -> None:
+    def __init__(self, plan: Plan, tape: Tape, witness: Witness, fqn: str) -> None:
         super().__init__()
         self.plan = plan
+        self.fqn = fqn
         self.tape = tape
         self.witness = witness
         self.calls = [0] * len(plan.keeps)
@@ -280,13 +280,13 @@ class Recording(_RegionMode):
             return
         if kwargs.get("generator") is not None:
             raise RefusedError(
-                f"region {self.plan.fqn}: {describe(func)} draws from a generator of its own, which recompute cannot "
+                f"region {self.fqn}: {describe(func)} draws from a generator of its own, which recompute cannot "
                 "put back: it would draw other numbers. Use the default generator, or leave this layer out of the "
                 "policy; allow_inexact: true lets it through"
             )
         if not self.plan.preserve_rng:
             raise RefusedError(
-                f"region {self.plan.fqn}: {describe(func)} draws random numbers and preserve_rng is off: recompute "
+                f"region {self.fqn}: {describe(func)} draws random numbers and preserve_rng is off: recompute "
                 "would draw others, and the gradients would belong to another sample than the loss. Remove "
                 "preserve_rng: false, or set allow_inexact: true"
             )
@@ -302,9 +302,10 @@ def _storage(tensor: torch.Tensor) -> int:
 class Repeating(_RegionMode):
     """Walks along the tape in recompute: returns what was kept, runs and compares the rest."""
 
-    def __init__(self, plan: Plan, tape: Tape, on_enter: Callable[[], None]) -> None:
+    def __init__(self, plan: Plan, tape: Tape, on_enter: Callable[[], None], fqn: str) -> None:
         super().__init__()
         self.plan = plan
+        self.fqn = fqn
         self.tape = tape
         self.on_enter = on_enter
         self.position = 0
@@ -352,7 +353,7 @@ class Repeating(_RegionMode):
         return _share(value) if isinstance(value, torch.Tensor) else tree_map_only(torch.Tensor, _share, value)
 
     def _place(self, position: int) -> str:
-        return f"region {self.plan.fqn}, operator {position + 1} of {len(self.tape.funcs)}"
+        return f"region {self.fqn}, operator {position + 1} of {len(self.tape.funcs)}"
 
     def _other_operator(self, func: Any) -> RecomputeError:
         position, funcs = self.position, self.tape.funcs
@@ -399,14 +400,14 @@ def _graph_is_freed() -> bool:
     """Whether the running backward frees its graph (no ``retain_graph``), so that kept values may go."""
     if torch._C._current_graph_task_id() == -1:
         return False
-    return not torch._C._autograd._get_current_graph_task_keep_graph()
+    return not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def refuse_outside_writes(plan: Plan, tape: Tape, buffers: Mapping[int, str], inputs: Sequence[torch.Tensor]) -> None:
+def refuse_outside_writes(fqn: str, tape: Tape, buffers: Mapping[int, str], inputs: Sequence[torch.Tensor]) -> None:
     """Refuse a region that writes to tensors from outside other than its own buffers.
 
     Args:
-        plan: what to name in the message.
+        fqn: the region, for the message.
         tape: a thorough tape.
         buffers: storage -> name of the region's buffers, which are put back around recompute.
         inputs: the region's tensor arguments.
@@ -421,7 +422,7 @@ def refuse_outside_writes(plan: Plan, tape: Tape, buffers: Mapping[int, str], in
             continue
         where = "an input of the region" if storage in input_storages else "a tensor made outside the region"
         raise RefusedError(
-            f"region {plan.fqn}: {describe(func)} writes into {where} (shape {tuple(target.shape)}); recompute would "
+            f"region {fqn}: {describe(func)} writes into {where} (shape {tuple(target.shape)}); recompute would "
             "start from what forward wrote, or write a second time. Write it out of place, or make the tensor a "
             "buffer of the module; otherwise leave this layer out of the policy"
         )
