@@ -49,9 +49,7 @@ def _logits_by_hand(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
 
     x = model.embed.weight[tokens]
     for block in model.layers:
-        x = x + _attention_by_hand(
-            block.attention, norm(x, block.attention_norm.weight), model.config.rope_theta
-        )
+        x = x + _attention_by_hand(block.attention, norm(x, block.attention_norm.weight), model.config.rope_theta)
         y = norm(x, block.mlp_norm.weight)
         gate = y @ block.mlp.gate.weight.T
         x = x + (gate * gate.sigmoid() * (y @ block.mlp.up.weight.T)) @ block.mlp.down.weight.T
@@ -61,16 +59,12 @@ def _logits_by_hand(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, None])
 @pytest.mark.parametrize("tie_weights", [False, True])
 def test_logits_equal_attention_written_out_by_hand(kv_heads, tie_weights):
-    model = Decoder(
-        DecoderConfig(**{**SMALL, "kv_heads": kv_heads}, tie_weights=tie_weights, rope_theta=100.0)
-    )
+    model = Decoder(DecoderConfig(**{**SMALL, "kv_heads": kv_heads}, tie_weights=tie_weights, rope_theta=100.0))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
     tokens = torch.randint(0, 50, (2, 19))
-    torch.testing.assert_close(
-        forward_logits(model, tokens), _logits_by_hand(model, tokens), rtol=2e-5, atol=2e-5
-    )
+    torch.testing.assert_close(forward_logits(model, tokens), _logits_by_hand(model, tokens), rtol=2e-5, atol=2e-5)
 
 
 def test_rotation_depends_on_distance_only():

@@ -32,9 +32,7 @@ def matrix_names(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in named_bare_parameters(model) if p.ndim >= 2)
 
 
-def parameter_groups(
-    model: nn.Module, *, matrices: frozenset[str], weight_decay: float
-) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, *, matrices: frozenset[str], weight_decay: float) -> list[dict[str, Any]]:
     """Split trainable parameters into those with weight decay and those without; no group is empty."""
     trainable = [(name, p) for name, p in named_bare_parameters(model) if p.requires_grad]
     groups = [

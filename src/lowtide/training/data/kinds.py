@@ -70,9 +70,7 @@ class Values(Section):
             raise ValueError(f"sizes are 1 or more, got {list(self.shape)}")
         whole = self.dtype.startswith("int")
         if whole and (self.low != int(self.low) or (self.high is not None and self.high != int(self.high))):
-            raise ValueError(
-                f"low and high of {self.dtype} are whole numbers, got {self.low} and {self.high}"
-            )
+            raise ValueError(f"low and high of {self.dtype} are whole numbers, got {self.low} and {self.high}")
         if self.high is not None and not self.low < self.high:
             raise ValueError(f"low {self.low:g} must be below high {self.high:g}")
         return self

@@ -48,9 +48,7 @@ class RandomData:
             yield self._batch(_EVALUATION, step)
 
     def _batch(self, purpose: int, step: int) -> tuple[Tensor, Tensor]:
-        entropy = np.random.SeedSequence([self._seed, purpose, step, self._rank]).generate_state(
-            1, np.uint64
-        )[0]
+        entropy = np.random.SeedSequence([self._seed, purpose, step, self._rank]).generate_state(1, np.uint64)[0]
         # manual_seed takes 64 bits and reads the upper half as negative numbers.
         chance = torch.Generator().manual_seed(int(entropy) >> 1)
         return self._draw(self._config.inputs, chance), self._draw(self._config.targets, chance)

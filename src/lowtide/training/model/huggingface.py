@@ -37,9 +37,7 @@ def build_from_config(path: Path) -> nn.Module:
     config = _read_config(path)
     auto = _transformers().AutoModelForCausalLM
     try:
-        return auto.from_config(
-            config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False
-        )
+        return auto.from_config(config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=False)
     except (ValueError, TypeError, ImportError) as error:
         raise InputError(f"{path}: {_first_lines(error)}{_hint(error)}") from error
 
@@ -108,9 +106,7 @@ def _read_config(path: Path) -> Any:
 
 def _read_json(path: Path) -> dict[str, Any]:
     if path.is_dir():
-        raise InputError(
-            f"{path} is a folder: name its config.json, or give it as `directory` to load its weights"
-        )
+        raise InputError(f"{path} is a folder: name its config.json, or give it as `directory` to load its weights")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -141,21 +137,16 @@ def _check_weights(directory: Path) -> None:
 
 def _check_loading(directory: Path, told: dict[str, Any]) -> None:
     missing = sorted(told.get("missing_keys") or ())
-    mismatched = sorted(
-        str(m[0]) if isinstance(m, tuple) else str(m) for m in told.get("mismatched_keys") or ()
-    )
+    mismatched = sorted(str(m[0]) if isinstance(m, tuple) else str(m) for m in told.get("mismatched_keys") or ())
     problems = [f"missing: {listing(missing)}"] if missing else []
     problems += [f"of another shape: {listing(mismatched)}"] if mismatched else []
     if problems:
         raise InputError(
-            f"{directory}: the weights do not fill the model that config.json describes "
-            f"({'; '.join(problems)})"
+            f"{directory}: the weights do not fill the model that config.json describes ({'; '.join(problems)})"
         )
     unexpected = sorted(told.get("unexpected_keys") or ())
     if unexpected:
-        _log.warning(
-            "%s: the model has no place for %s; they were not loaded", directory, listing(unexpected)
-        )
+        _log.warning("%s: the model has no place for %s; they were not loaded", directory, listing(unexpected))
 
 
 def _first_lines(error: BaseException) -> str:
