@@ -185,6 +185,9 @@ class _Job:
         agent: dict[str, Any] = {}
         with contextlib.suppress(InputError):
             agent = read_json(self._home / REPORT)
+        died = self._agent.returncode if self._agent is not None else None
+        if died is not None and died < 0 and not self._gave_up:
+            agent["died"] = -died
         name = signal.Signals(self._caught[0]).name if self._caught else None
         return judge(self._reports(), agent=agent, nproc=self._nproc, stopped_by=name, gave_up=self._gave_up)
 

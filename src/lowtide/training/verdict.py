@@ -126,10 +126,7 @@ def _killed(ended: Mapping[int, Mapping[str, Any]], agent: Mapping[str, Any]) ->
 
 
 def _of_signal(rank: int, number: int) -> Verdict:
-    try:
-        name = signal.Signals(number).name
-    except ValueError:
-        name = "unknown"
+    name = _name(number)
     hints = {
         "SIGKILL": "out of memory on the host is a common cause: look for it in `dmesg` or the scheduler's log",
         "SIGSEGV": "a crash in native code; set PYTHONFAULTHANDLER=1 to see where",
@@ -139,6 +136,13 @@ def _of_signal(rank: int, number: int) -> Verdict:
     }
     hint = f"; {hints[name]}" if name in hints else ""
     return Verdict(1, "failed", f"rank {rank} was killed by signal {number} ({name}){hint}", rank, "RankKilled")
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
 
 
 def _of_silence(
@@ -155,6 +159,10 @@ def _of_silence(
         return Verdict(1, "failed", f"killed: it did not stop in time after {stopped_by}", None, "Killed")
     if stopped_by:
         return Verdict(1, "failed", f"ended by {stopped_by} before anything could be saved", None, "Killed")
+    if agent.get("died"):
+        number = int(agent["died"])
+        message = f"torch's launcher was killed by signal {number} ({_name(number)}), and every rank with it"
+        return Verdict(1, "failed", message, None, "LaunchFailed")
     if agent.get("broken"):
         message = "the processes could not be started by torch.distributed.run"
         return Verdict(1, "failed", message, None, "LaunchFailed", str(agent["broken"]))
