@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["VERBS", "main"]
 
 VERBS: dict[str, tuple[str, str]] = {
+    "train": ("lowtide.cli.train_cmd:train", "Train a model as a config says."),
     "config": ("lowtide.cli.config_cmd:app", "Check or show a config, or print what one may hold."),
 }
 """Each verb, the function or app that carries it out, and its line in the help."""

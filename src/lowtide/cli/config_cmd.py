@@ -47,7 +47,7 @@ def schema(
     from lowtide.training.config import TrainConfig, reference_page
 
     document = TrainConfig.model_json_schema()
-    return Answer(document, text=reference_page() if markdown else strict_json(document), json=json)
+    return Answer(document, text=reference_page().rstrip() if markdown else strict_json(document), json=json)
 
 
 def _custom(value: Any, path: str) -> list[str]:

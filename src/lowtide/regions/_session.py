@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._guards import active_fake_mode
 
 from lowtide.errors import NothingMatchedError, nearest
 from lowtide.policy import RegionRecipe, SaveRule
@@ -34,7 +35,9 @@ class Session:
         self.recipe = recipe
         self.preserve_rng = recipe.preserve_rng
         self.regions = regions
-        self.number = next(_numbers)
+        # On fake tensors a rank is by itself, and must not disturb the numbers that ranks have in common.
+        self.alone = active_fake_mode() is not None
+        self.number = -1 if self.alone else next(_numbers)
         self.hits = [0] * len(self.rules)
         self.seen: Counter[str] = Counter()
         self.ran_regions: set[str] = set()
@@ -90,7 +93,7 @@ class Session:
             raise NothingMatchedError("; ".join(self._explain(self.rules[i]) for i in missing))
 
     def _missing_everywhere(self, missing: list[int]) -> list[int]:
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        if self.alone or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return missing
         store = dist.PrefixStore(f"lowtide/rules/{self.number}", dist.distributed_c10d._get_default_store())
         store.set(str(dist.get_rank()), json.dumps(missing))

@@ -148,6 +148,11 @@ class Bus:
             except BaseException as error:
                 self._drop(name, subscriber, error, on=type(event).__name__)
 
+    def say(self, text: str) -> None:
+        """Publish a line for whoever watches, and write it to the log."""
+        _LOG.info("%s", text)
+        self.publish(Message(text=text))
+
     def warn(self, text: str) -> None:
         """Publish a warning, and write it to the log; where nobody watches, to stderr."""
         _LOG.warning("%s", text)

@@ -42,6 +42,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     SerializationInfo,
+    ValidationError,
     ValidationInfo,
     field_validator,
 )
@@ -275,10 +276,24 @@ class Custom(Component):
         extra = None if config_class.model_config.get("extra") == "allow" else "forbid"
         return config_class.model_validate(value, context=reading, extra=extra)
 
+    def checked(self) -> Custom:
+        """Return the component with its config read by its class, as where code was allowed from the start.
+
+        Raises:
+            ConfigError: the class cannot be imported, or refuses its config.
+        """
+        if isinstance(self.config, BaseModel):
+            return self
+        try:
+            return type(self).model_validate(dict(self), context=Reading(allow_code=True))
+        except ValidationError as error:
+            said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"{_title(self)}, {self.target}: {said}") from None
+
     def build(self, *args: Any, **kwargs: Any) -> Any:
         """Import the class and call it with its config."""
-        target = _import_target(self.target)
-        return target(*args, **kwargs) if _config_class(target) is None else target(self.config, *args, **kwargs)
+        config, target = self.checked().config, _import_target(self.target)
+        return target(*args, **kwargs) if _config_class(target) is None else target(config, *args, **kwargs)
 
 
 @cache
@@ -343,10 +358,11 @@ class Builder:
             return self._again(component, arguments)
         if any(component is other for other in self._open):
             raise ConfigError(f"building {_title(component)} needs itself")
-        extra = {"builder": self} if any(True for _ in _components_in(component)) else {}
         self._open.append(component)
         try:
-            made = component.build(**arguments, **extra)
+            ready = component.checked() if isinstance(component, Custom) else component
+            extra = {"builder": self} if any(True for _ in _components_in(ready)) else {}
+            made = ready.build(**arguments, **extra)
         finally:
             self._open.pop()
         self._built[id(component)] = (component, arguments, made)

@@ -113,12 +113,19 @@ class Shown(str):
         return self
 
 
+def step(key: str | int) -> str:
+    """Write one key for a dotted path; what would be misread there is quoted."""
+    text = str(key)
+    shown = text if re.fullmatch(r"[\w-]+", text) else repr(text)
+    return shown if len(shown) <= 60 else f"{shown[:50]}..."
+
+
 def tell(value: object) -> str:
     """Show a value in a message: short, on one line, and without what the environment gave."""
     if isinstance(value, Shown):
         return value.shown
     if isinstance(value, Table):
-        text = "{" + ", ".join(f"{k}: {tell(v)}" for k, v in list(value.items())[:4]) + "}"
+        text = "{" + ", ".join(f"{step(k)}: {tell(v)}" for k, v in list(value.items())[:4]) + "}"
     elif isinstance(value, Seq):
         text = "[" + ", ".join(tell(v) for v in value[:4]) + "]"
     elif isinstance(value, bool) or value is None:
@@ -218,8 +225,8 @@ class _Reader:
         return self._mark(None if event.start_mark is None else event.start_mark.line)
 
     def _path(self) -> str:
-        parts = [str(len(o.box)) if isinstance(o.box, Seq) else o.key for o in self._stack]
-        return ".".join(part for part in parts if part is not None)
+        parts = [len(frame.box) if isinstance(frame.box, Seq) else frame.key for frame in self._stack]
+        return ".".join(step(part) for part in parts if part is not None)
 
     def _problem(self, event: yaml.Event, message: str) -> Problem:
         return Problem(self._mark_of(event), self._path(), message)

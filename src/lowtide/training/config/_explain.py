@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from lowtide.errors import listing, nearest
-from lowtide.training.config._document import Mark, Problem, Seq, Table, tell
+from lowtide.training.config._document import Mark, Problem, Seq, Table, step, tell
 from lowtide.training.config._fields import class_for, describe, entry_of
 from lowtide.training.registry import Reading
 
@@ -52,12 +52,15 @@ class Explainer:
     def explain(self, error: ValidationError) -> list[Problem]:
         """Turn every error into a problem; what several members of a union say of one place is one problem."""
         found: dict[tuple[str, str], tuple[Mark, list[str]]] = {}
-        for item in error.errors(include_url=False):
+        items = error.errors(include_url=False)
+        for item in items:
+            if item["type"] == "too_short" and any(_beneath(item["loc"], other["loc"]) for other in items):
+                continue  # Its items are there, and wrong.
             place = self._follow(item["loc"])
             if place.broken:
                 continue
             got, message = map(self._hide, self._tell(item, place))
-            _, messages = found.setdefault((".".join(place.path), got), (place.mark, []))
+            _, messages = found.setdefault((".".join(map(step, place.path)), got), (place.mark, []))
             messages.append(message)
         return [
             Problem(mark, path, got + ", or ".join(dict.fromkeys(messages)))
@@ -111,12 +114,16 @@ class Explainer:
         key = place.path[-1] if place.path else ""
         parent, annotation = self.root, self.model
         for part in place.path[:-1]:
-            step = int(part) if isinstance(parent, Seq) else part
-            annotation = entry_of(annotation, parent, step, reading=self.reading)
-            parent = parent[step]  # pyright: ignore[reportArgumentType, reportCallIssue]
+            below = int(part) if isinstance(parent, Seq) else part
+            annotation = entry_of(annotation, parent, below, reading=self.reading)
+            parent = parent[below]  # pyright: ignore[reportArgumentType, reportCallIssue]
         cls = class_for(annotation, parent)
         legal = list(cls.model_fields) if cls is not None else []
         return "unknown key" + _legal(legal, limit=40) + _near(key, legal)
+
+
+def _beneath(place: tuple[str | int, ...], other: tuple[str | int, ...]) -> bool:
+    return len(other) > len(place) and other[: len(place)] == place
 
 
 def _holds(box: Table | Seq, key: str | int) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lowtide.training.registry import Custom, Family, Reading, built_in, custom_config_class, kinds
+from lowtide.errors import ConfigError
+from lowtide.training.registry import Custom, Family, Reading, custom_config_class, find_kind, kinds
 
 __all__ = ["class_for", "describe", "entry_of", "field_annotation", "options"]
 
@@ -43,16 +44,23 @@ def options(annotation: Any) -> list[Any]:
 def class_for(annotation: Any, value: object) -> type[BaseModel] | None:
     """Return the class that reads ``value`` under this annotation, where that is clear."""
     classes: list[type[BaseModel]] = []
+    kind = value.get("kind") if isinstance(value, Mapping) else None
     for option in options(annotation):
         if isinstance(option, Family):
-            classes += built_in(option.name).values()
+            classes += _component_class(option, kind)
         elif isinstance(option, type) and issubclass(option, BaseModel):
             classes.append(option)
     if len(classes) < 2:
         return classes[0] if classes else None
-    kind = value.get("kind") if isinstance(value, Mapping) else None
     tagged = {c.model_fields["kind"].default: c for c in classes if "kind" in c.model_fields}
     return tagged.get(kind) if isinstance(kind, str) else None
+
+
+def _component_class(family: Family, kind: object) -> list[type[BaseModel]]:
+    try:
+        return [find_kind(family.name, kind)] if isinstance(kind, str) else []
+    except ConfigError:
+        return []
 
 
 def entry_of(annotation: Any, value: object, key: str | int, *, reading: Reading) -> Any:
@@ -123,4 +131,6 @@ def _describe_union(arguments: tuple[Any, ...]) -> str:
     models = [a for a in arguments if isinstance(a, type) and issubclass(a, BaseModel) and "kind" in a.model_fields]
     if len(models) > 1:
         return "a mapping with kind: " + ", ".join(str(m.model_fields["kind"].default) for m in models)
-    return " or ".join(filter(None, map(describe, arguments)))
+    # Null first: bounds stand at the end and belong to the other.
+    ordered = sorted(arguments, key=lambda a: a is not types.NoneType)
+    return " or ".join(filter(None, map(describe, ordered)))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowtide.errors import listing, nearest
-from lowtide.training.config._document import MAX_DEPTH, Mark, Problem, Seq, Shown, Table, tell, written
+from lowtide.training.config._document import MAX_DEPTH, Mark, Problem, Seq, Shown, Table, step, tell, written
 
 __all__ = ["Resolver"]
 
@@ -153,11 +153,11 @@ class Resolver:
             if not isinstance(at, Table | Seq):
                 above = _join("", *walked)
                 raise self._fail(box, key, path, f"${{{name}}}: {above} is {tell(at)}, which has no fields")
-            step: str | int = int(part) if isinstance(at, Seq) and part.isdecimal() and len(part) < 10 else part
-            walked = (*walked, step)
-            if step not in _keys(at):
+            below: str | int = int(part) if isinstance(at, Seq) and part.isdecimal() and len(part) < 10 else part
+            walked = (*walked, below)
+            if below not in _keys(at):
                 self._fill_default(name, at, walked, box, key, path)
-            at = self._place(at, step, _join("", *walked))
+            at = self._place(at, below, _join("", *walked))
         return at
 
     def _fill_default(self, name: str, at: Box, walked: tuple[str | int, ...], box: Box, key: Any, path: str) -> None:
@@ -214,4 +214,4 @@ def _values(box: Box) -> list[Any]:
 
 
 def _join(path: str, *parts: str | int) -> str:
-    return ".".join([path, *map(str, parts)] if path else [*map(str, parts)])
+    return ".".join([path, *map(step, parts)] if path else [*map(step, parts)])

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel
-from pydantic_core import PydanticSerializationError
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from lowtide.errors import ConfigError
 from lowtide.training.config._document import FLOAT, INT, Shown, Table, written
@@ -54,7 +54,8 @@ def resolved_values(config: BaseModel, root: Table, secrets: Mapping[str, str], 
         ConfigError: a custom config holds a value that has no JSON form.
     """
     try:
-        plain = config.model_dump(mode="json")
+        # Not mode="json": that writes null for infinities.
+        plain = to_jsonable_python(config.model_dump(), inf_nan_mode="constants")
     except (PydanticSerializationError, ValueError, TypeError) as error:
         raise ConfigError(f"{source}: a value cannot be written down: {error}") from None
     names = dict(_from_environment(root, ()))

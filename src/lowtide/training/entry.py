@@ -1,0 +1,268 @@
+"""One run from its config to its summary, on every rank.
+
+    config ─► process group ─► run folder ─► build ─► (resume) ─► loop ─► summary
+                                  └── run.json: running ─► done | failed | out_of_memory | stopped
+
+``run`` is what each rank executes, under ``torchrun`` or as a single process. Whatever happens, the process group is
+destroyed and ``run.json`` says how the run ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lowtide.api import saved_bytes
+from lowtide.errors import InputError, LowtideError
+from lowtide.training.build import Built, build, build_bare
+from lowtide.training.checkpoint import CheckpointInfo, Progress, latest_complete, load
+from lowtide.training.config import LoadedConfig, TrainConfig, load_config, to_yaml
+from lowtide.training.events import Bus, RunEnded, RunStarted
+from lowtide.training.ids import agree_on_id
+from lowtide.training.loop import Outcome, Trainer, next_token_loss
+from lowtide.training.mesh import World, during, on_main, process_group
+from lowtide.training.model.forward import forward_logits
+from lowtide.training.out_of_memory import explain_out_of_memory
+from lowtide.training.run_folder import RunFolder, find_latest
+from lowtide.training.run_state import status_of
+from lowtide.training.stopping import stop_on_signals
+from lowtide.training.summary import PeakRow, SavedRow, Summary, print_summary
+from lowtide.training.tracking.build import build_bus
+
+__all__ = ["run"]
+
+_CHECKPOINTS = "checkpoints"
+
+
+def run(
+    config: LoadedConfig[TrainConfig] | TrainConfig | str | Path,
+    experiment_id: str | None = None,
+    *,
+    resume: str | None = None,
+    json_output: bool = False,
+) -> Summary:
+    """Train as ``config`` says, on this rank, and return the summary.
+
+    Every rank of the run calls this: under ``torchrun`` as it is, else the run is one process.
+
+    Args:
+        config: what ``load_config`` returned, a ``TrainConfig``, or the path of a YAML file.
+        experiment_id: name of the run's folder; left out, rank 0 makes one and all ranks get it.
+        resume: ``auto`` (the newest run of the same ``run.name``, or a fresh one) or the path of a run folder.
+        json_output: keep stdout free; progress and summary go to stderr.
+
+    Raises:
+        UserError: config, data, model or policy do not fit; nothing was lost.
+        RunOutOfMemoryError: an allocation failed.
+        StoppedError: a signal came and the run has saved.
+    """
+    loaded = _load(config)
+    with process_group(loaded.config.launch.timeout_s) as world, _switches(loaded.config):
+        folder, fresh_note = _open_folder(loaded, experiment_id, resume)
+        with folder.logging():
+            return _run_in_folder(loaded, world, folder, fresh_note, json_output=json_output)
+
+
+def _load(config: LoadedConfig[TrainConfig] | TrainConfig | str | Path) -> LoadedConfig[TrainConfig]:
+    if isinstance(config, str | Path):
+        return load_config(config)
+    if isinstance(config, TrainConfig):
+        resolved = config.model_dump(mode="json")
+        return LoadedConfig(config, to_yaml(resolved), resolved, Path("config.yaml"))
+    return config
+
+
+@contextlib.contextmanager
+def _switches(config: TrainConfig) -> Generator[None]:
+    """Set torch's process-wide switches for the run, and put them back."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if config.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _open_folder(
+    loaded: LoadedConfig[TrainConfig], experiment_id: str | None, resume: str | None
+) -> tuple[RunFolder, str]:
+    """Make or reopen the run's folder; also return what to say when there was nothing to resume."""
+    runs_dir, name = Path(loaded.config.run.directory), loaded.config.run.name
+    note = ""
+    if resume is not None:
+        found = on_main(lambda: _find(runs_dir, name, resume))
+        if found:
+            if experiment_id is not None and experiment_id != Path(found).name:
+                raise InputError(
+                    f"--resume continues {found} under its own id, and the id {experiment_id!r} was given: "
+                    "leave one of them out"
+                )
+            return RunFolder.resume(Path(found), given=loaded.given, resolved=loaded.resolved), ""
+        note = f"no run named {name!r} in {runs_dir}: starting fresh"
+    chosen = agree_on_id(loaded.resolved, experiment_id=experiment_id)
+    folder = RunFolder.create(runs_dir, experiment_id=chosen, name=name, given=loaded.given, resolved=loaded.resolved)
+    return folder, note
+
+
+def _find(runs_dir: Path, name: str, resume: str) -> str:
+    if resume == "auto":
+        state = find_latest(runs_dir, name)
+        return "" if state is None else str(state.folder)
+    return resume
+
+
+def _run_in_folder(
+    loaded: LoadedConfig[TrainConfig], world: World, folder: RunFolder, note: str, *, json_output: bool
+) -> Summary:
+    bus = Bus()
+    trainer: _Attempt | None = None
+    try:
+        if world.is_main:
+            bus = build_bus(loaded.config.logging.trackers, run_folder=folder.path, json_output=json_output)
+        dist.barrier()
+        trainer = _Attempt(loaded, world, folder, bus)
+        summary = trainer.go(note)
+    except BaseException as error:
+        clear = explain_out_of_memory(error, where=f"{world.device} (rank {world.rank} of {world.world_size})")
+        folder.finish(clear or error)
+        text = str(clear or error) or type(error).__name__
+        steps = trainer.outcome.steps if trainer is not None else 0
+        bus.publish(RunEnded(status=status_of(clear or error), steps=steps, error=text))
+        bus.close()
+        if clear is not None and clear is not error:
+            raise clear from error
+        raise
+    folder.update(summary=summary.as_json())
+    folder.finish()
+    bus.publish(RunEnded(status="done", steps=summary.steps, wall_s=summary.wall_s, summary=summary.as_json()))
+    bus.close()
+    if world.is_main:
+        from rich.console import Console
+
+        print_summary(summary, Console(file=sys.stderr if json_output else sys.stdout))
+    return summary
+
+
+@dataclass
+class _Attempt:
+    """One attempt at a run: fresh, or going on."""
+
+    loaded: LoadedConfig[TrainConfig]
+    world: World
+    folder: RunFolder
+    bus: Bus
+
+    def __post_init__(self) -> None:
+        self.outcome = Outcome()
+        self.started = time.monotonic()
+
+    def go(self, note: str) -> Summary:
+        config = self.loaded.config
+        checkpoints = self.folder.path / _CHECKPOINTS
+        built = build(config, self.world)
+        found = latest_complete(checkpoints) if self.folder.resumed else None
+        progress = self._resume(built, found) if found is not None else Progress(0, 0, 0)
+        self._announce(built, progress, note)
+        saved, saved_note = self._saved_bytes(built)
+        with stop_on_signals() as stop:
+            trainer = Trainer(built, self.bus, checkpoints, progress=progress, stop=stop)
+            self.outcome = trainer.outcome
+            outcome = trainer.train()
+        return self._summary(built, outcome, saved, saved_note)
+
+    def _resume(self, built: Built, found: CheckpointInfo) -> Progress:
+        with during("loading the checkpoint"):
+            return load(found, model=built.model, optimizer=built.optimizer).progress
+
+    def _announce(self, built: Built, progress: Progress, note: str) -> None:
+        config = self.loaded.config
+        self.bus.publish(
+            RunStarted(
+                experiment_id=self.folder.experiment_id,
+                name=config.run.name,
+                folder=str(self.folder.path),
+                world_size=self.world.world_size,
+                device=str(self.world.device),
+                total_steps=config.training.steps,
+                start_step=progress.step,
+                policy=str(built.parallelized.applied),
+                resolved=self.loaded.resolved,
+            )
+        )
+        for text in self._news(progress, note):
+            self.bus.say(text)
+
+    def _news(self, progress: Progress, note: str) -> list[str]:
+        found = [note] if note else []
+        if self.folder.resumed and progress.step == 0:
+            found.append(f"{self.folder.path} has no complete checkpoint: starting at step 0 in the same folder")
+        if self.folder.changed:
+            found.append(f"config fields changed since the last attempt: {', '.join(self.folder.changed)}")
+        if self.folder.resumed and progress.step >= self.loaded.config.training.steps:
+            found.append(f"step {progress.step} of {self.loaded.config.training.steps} is done already")
+        return found
+
+    def _saved_bytes(self, built: Built) -> tuple[tuple[SavedRow, ...], str]:
+        """Count what one forward saves under the policy, none and full; on rank 0, told to all."""
+        config = self.loaded.config
+        like = [(t.shape, t.dtype) for t in next(iter(built.data.batches()))]
+
+        def count() -> dict[str, Any]:
+            try:
+                result = saved_bytes(
+                    lambda: build_bare(config),
+                    lambda: tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in like),
+                    policies=[config.policy],
+                    forward=lambda model, batch: next_token_loss(forward_logits(model, batch[0]), batch[1]),
+                )
+            except LowtideError as error:
+                return {"rows": [], "note": f"saved bytes are not available: {error}"}
+            rows = [
+                {"policy": c.policy, "block": list(c.block_bytes), "rest": c.rest_bytes, "checkpointed": c.checkpointed}
+                for c in result.columns
+            ]
+            return {"rows": rows, "note": ""}
+
+        told = on_main(count)
+        rows = tuple(SavedRow(r["policy"], tuple(r["block"]), r["rest"], r["checkpointed"]) for r in told["rows"])
+        return rows, told["note"]
+
+    def _summary(self, built: Built, outcome: Outcome, saved: tuple[SavedRow, ...], saved_note: str) -> Summary:
+        applied = built.parallelized.applied
+        return Summary(
+            experiment_id=self.folder.experiment_id,
+            folder=str(self.folder.path),
+            steps=outcome.steps,
+            loss_first=outcome.loss_first,
+            loss_last=outcome.loss_last,
+            loss_held_out=outcome.loss_held_out,
+            tokens_per_s=outcome.tokens_per_s,
+            model_flops_per_s=None if outcome.tokens_per_s is None else outcome.tokens_per_s * built.flops_per_token,
+            applied=str(applied),
+            blocks=tuple(r.fqn for r in applied.regions),
+            saved=saved,
+            saved_note=saved_note,
+            peaks=_peaks_of_all(outcome),
+            peak_step=outcome.peak_step,
+            wall_s=time.monotonic() - self.started,
+        )
+
+
+def _peaks_of_all(outcome: Outcome) -> tuple[PeakRow, ...]:
+    """Collect the peak of every rank, on every rank."""
+    peak = outcome.peak
+    mine = None if peak is None else (peak.bytes, peak.method, peak.note)
+    told: list[Any] = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        told = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+    return tuple(PeakRow(r, *entry) for r, entry in enumerate(told) if entry is not None)
