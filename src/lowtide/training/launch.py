@@ -218,6 +218,8 @@ def _signals() -> Generator[list[int]]:
 
 def _environment(home: str, nproc: int, threads: int | None) -> dict[str, str]:
     environ = {**os.environ, LAUNCH_DIR: home}
+    # Torch's profiler, which measures peak bytes, else prints marks of its own between the user's lines.
+    environ.setdefault("KINETO_LOG_LEVEL", "6")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads is not None:
         environ["OMP_NUM_THREADS"] = str(threads)
