@@ -24,7 +24,7 @@ FOREVER_S = 600
 
 
 def note(folder: Path, pid: int, name: str) -> None:
-    beside = folder / "pids" / f".{pid}"
+    beside = folder / "pids" / f".{pid}-{os.getpid()}"  # both ranks note the agent
     beside.write_text(name)
     beside.rename(folder / "pids" / str(pid))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from lowtide.errors import ConfigError
@@ -123,3 +126,11 @@ def test_the_number_of_processes(monkeypatch):
         assert choose_nproc(None) == chosen
     with pytest.raises(ConfigError, match="at least 1"):
         choose_nproc(0)
+
+
+@pytest.mark.parametrize(
+    "module", ["launch", "agent", "run_folder", "run_state", "rank_status", "ids", "mesh", "events", "tracking"]
+)
+def test_what_launchers_sweeps_and_reports_read_imports_no_torch(module):
+    code = f"import sys, lowtide.training.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
