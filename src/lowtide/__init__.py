@@ -8,6 +8,7 @@
     (training)                          └──────────► measurement ─► peak bytes, saved bytes
 
     errors        the tree of errors
+    units         bytes as people write them
     policy/       kinds (tagged union) · match (globs on FQNs) · resolve (policy + blocks -> recipes)   no torch
     ── torch starts here ──
     regions/      the only code that changes a model: discover · operators · apply and remove · recompute
