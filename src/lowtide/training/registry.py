@@ -25,6 +25,7 @@ one object for one component: identity goes all the way through. Mappings that a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -59,10 +60,10 @@ __all__ = [
     "Family",
     "Reading",
     "built_in",
-    "custom_config_class",
     "find_kind",
     "kinds",
     "register",
+    "target_config",
 ]
 
 _KINDS: dict[str, dict[str, type[Component]]] = {}
@@ -179,9 +180,10 @@ class Reading:
     components: dict[tuple[int, str], tuple[object, Component]] = field(default_factory=dict, repr=False)
     """Components by the identity of the mapping they were read from (kept alive here) and their family."""
 
-
-def _reading(info: ValidationInfo) -> Reading:
-    return info.context if isinstance(info.context, Reading) else Reading()
+    @classmethod
+    def of(cls, info: ValidationInfo) -> Reading:
+        """Return the reading that pydantic was given."""
+        return info.context if isinstance(info.context, cls) else cls()
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class Family:
             return value
         if not isinstance(value, Mapping):
             raise model_error(kinds(self.name))
-        reading = _reading(info)
+        reading = Reading.of(info)
         key = (id(value), self.name)
         if key not in reading.components:
             component = self._class_for(value).model_validate(value, context=reading)
@@ -256,7 +258,7 @@ class Custom(Component):
     def _found(cls, value: str, info: ValidationInfo) -> str:
         if _TARGET.fullmatch(value) is None:
             raise PydanticCustomError("target_form", "Input should read package.module:Class")
-        if _reading(info).allow_code:
+        if Reading.of(info).allow_code:
             _import_target(value)
         return value
 
@@ -265,7 +267,7 @@ class Custom(Component):
     def _checked_by_its_class(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, Mapping | BaseModel):
             raise PydanticCustomError("dict_type", "Input should be a mapping")
-        target, reading = info.data.get("target"), _reading(info)
+        target, reading = info.data.get("target"), Reading.of(info)
         if target is None or not reading.allow_code or isinstance(value, BaseModel):
             return value
         config_class = _config_class(_import_target(target))
@@ -306,14 +308,13 @@ def _config_class(target: Any) -> type[BaseModel] | None:
     return found if isinstance(found, type) and issubclass(found, BaseModel) else None
 
 
-def custom_config_class(target: object, reading: Reading) -> type[BaseModel] | None:
+def target_config(target: object, reading: Reading) -> type[BaseModel] | None:
     """Return the ``Config`` that a custom target brings, where code is allowed and the target is found."""
     if not reading.allow_code or not isinstance(target, str) or _TARGET.fullmatch(target) is None:
         return None
-    try:
+    with contextlib.suppress(PydanticCustomError):
         return _config_class(_import_target(target))
-    except PydanticCustomError:
-        return None
+    return None
 
 
 def _import_target(target: str) -> Any:
@@ -380,8 +381,7 @@ class Builder:
 
 
 def _same(a: object, b: object) -> bool:
-    plain = (str, int, float, bool, PurePath)
-    return a is b or (isinstance(a, plain) and isinstance(b, plain) and a == b)
+    return a is b or (isinstance(a, str | int | float | PurePath) and a == b)
 
 
 def _title(component: Component) -> str:

@@ -98,11 +98,11 @@ class Explainer:
         got = f"got {tell(place.value)}; "
         if "legal" in context:
             return got, item["msg"] + _legal(context["legal"]) + _near(place.value, context["legal"])
-        if code in _SAY_WHAT_IS_LEGAL and describe(place.annotation):
-            legal = describe(place.annotation)
+        legal = describe(place.annotation)
+        if code in _SAY_WHAT_IS_LEGAL and legal:
             choices = legal.split(", ") if code == "literal_error" else []
             return got, f"legal: {legal}{_hint(code, place.value)}{_near(place.value, choices)}"
-        return got, _plain(item["msg"])
+        return got, _plain(item["msg"]) + (_legal(legal) if code == "value_error" and legal != "text" else "")
 
     def _hide(self, text: str) -> str:
         for name, secret in self.secrets.items():

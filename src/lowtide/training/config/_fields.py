@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lowtide.errors import ConfigError
-from lowtide.training.registry import Custom, Family, Reading, custom_config_class, find_kind, kinds
+from lowtide.training.registry import Custom, Family, Reading, find_kind, kinds, target_config
 
 __all__ = ["class_for", "describe", "entry_of", "field_annotation", "options"]
 
@@ -68,7 +68,7 @@ def entry_of(annotation: Any, value: object, key: str | int, *, reading: Reading
     cls = class_for(annotation, value)
     if cls is not None:
         if key == "config" and issubclass(cls, Custom) and isinstance(value, Mapping):
-            return custom_config_class(value.get("target"), reading)
+            return target_config(value.get("target"), reading)
         info = cls.model_fields.get(str(key))
         return None if info is None else field_annotation(info)
     for option in options(annotation):

@@ -32,13 +32,20 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    # PyYAML writes line separators other than \n into plain quotes, where they read back as spaces.
+    style = None if value.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
 for _pattern, _name in ((INT, "int"), (FLOAT, "float")):
     _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, list("-+.0123456789"))
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
     """Write plain data as YAML in the order in which it stands."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**9)
 
 
 def config_hash(resolved: Mapping[str, Any]) -> str:
