@@ -48,9 +48,7 @@ class Cell:
         return f"{self.family}-{self.dtype}-{'dropout' if self.dropout else 'still'}-{self.policy}"
 
 
-def build(
-    family: str, *, dtype: torch.dtype = torch.float32, dropout: bool = False, layers: int = LAYERS
-) -> nn.Module:
+def build(family: str, *, dtype: torch.dtype = torch.float32, dropout: bool = False, layers: int = LAYERS) -> nn.Module:
     """Make a model in training mode, the same at every call."""
     p = 0.2 if dropout else 0.0
     if family == "decoder":

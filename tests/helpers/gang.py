@@ -125,9 +125,7 @@ class Gang:
                 self._workers.append(_Worker(self._listener.accept(), self._folder.name))
         return self._workers[:n]
 
-    def _collect(
-        self, workers: list[_Worker], timeout_s: float
-    ) -> tuple[dict[int, tuple[bool, Any]], dict[int, str]]:
+    def _collect(self, workers: list[_Worker], timeout_s: float) -> tuple[dict[int, tuple[bool, Any]], dict[int, str]]:
         answers: dict[int, tuple[bool, Any]] = {}
         problems: dict[int, str] = {}
         waiting = {w.connection: rank for rank, w in enumerate(workers)}

@@ -98,9 +98,7 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
 def differences(a: Outcome, b: Outcome) -> list[str]:
     """Name everything in which two outcomes differ."""
     found = [
-        f"loss of step {i}"
-        for i, (x, y) in enumerate(zip(a.losses, b.losses, strict=True))
-        if not same_bits(x, y)
+        f"loss of step {i}" for i, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)) if not same_bits(x, y)
     ]
     for i, (x, y) in enumerate(zip(a.gradients, b.gradients, strict=True)):
         if list(x) != list(y):
@@ -131,9 +129,7 @@ def check_control(build: Build, step: Step, **options: Any) -> Outcome:
     return first
 
 
-def assert_law(
-    build: Build, step: Step, policy: Any, *, control: Outcome | None = None, **options: Any
-) -> Outcome:
+def assert_law(build: Build, step: Step, policy: Any, *, control: Outcome | None = None, **options: Any) -> Outcome:
     """Check the law for one policy and return the outcome under it. ``control`` is a checked one to reuse."""
     control = control if control is not None else check_control(build, step, **options)
     found = run_steps(build, step, policy, **options)

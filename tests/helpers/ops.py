@@ -41,9 +41,7 @@ def ran_again(plain: Callable[[], Tensor], checkpointed: Callable[[], Tensor]) -
     """The operators that backward runs under a policy and not without it."""
     ahead, behind = count_ops(plain)
     ahead_policy, behind_policy = count_ops(checkpointed)
-    assert ahead_policy == ahead, (
-        f"forward differs: {ahead_policy - ahead} more, {ahead - ahead_policy} fewer"
-    )
+    assert ahead_policy == ahead, f"forward differs: {ahead_policy - ahead} more, {ahead - ahead_policy} fewer"
     missing = behind - behind_policy
     assert not missing, f"backward lacks {missing}"
     return behind_policy - behind
@@ -54,28 +52,43 @@ def only(counts: Counter[str], *packets: str) -> dict[str, int]:
     return {n: c for n, c in counts.items() if n.rsplit(".", 1)[0] in packets}
 
 
-class _Storages(TorchDispatchMode):
+class Storages(TorchDispatchMode):
+    """Remembers every storage that operators make, without keeping it; what was there before is left out."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.made: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.from_outside: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages_of((args, kwargs)):
+            if self._alive(storage._cdata) is None:
+                self.from_outside[storage._cdata] = storage
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self.seen[storage._cdata] = (weakref.ref(storage), storage.nbytes())
+        for storage in _storages_of(out):
+            if storage._cdata not in self.from_outside:
+                self.made[storage._cdata] = (weakref.ref(storage), storage.nbytes())
         return out
+
+    def _alive(self, key: int) -> Any:
+        return self.made[key][0]() if key in self.made else None
+
+    def alive_bytes(self) -> int:
+        return sum(size for ref, size in self.made.values() if ref() is not None)
+
+
+def _storages_of(value: Any) -> list[Any]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def saved_bytes(forward: Callable[[], Any]) -> int:
     """Bytes made by ``forward`` that are alive after it, its result included; cycles are collected first."""
     gc.collect()
-    storages = _Storages()
+    storages = Storages()
     with storages:
         kept = forward()
     gc.collect()
-    total = sum(size for ref, size in storages.seen.values() if ref() is not None)
+    total = storages.alive_bytes()
     del kept
     return total
 
