@@ -122,9 +122,10 @@ class _LayerPolicy(_Frozen):
     """Globs on FQNs, by segments: ``model.layers.*``, ``model.layers.{0-7}``, ``**.block.{-1}``. Left out,
     all repeated trainable stacks are found and named in the log."""
 
-    executor: Literal["auto", "recompute"] = "auto"
-    """What carries the policy out. ``auto`` takes the compiler where a block is compiled and ``recompute``
-    elsewhere."""
+    executor: Literal["auto", "recompute", "replay"] = "auto"
+    """What carries the policy out. ``recompute`` runs the region's Python code again, ``replay`` only the operators
+    that backward needs, from forward's record; what it cannot replay goes to ``recompute``. ``auto`` is
+    ``recompute``. Compiled blocks go to the compiler under each of them."""
 
     preserve_rng: bool = True
     """Whether recompute sees the random state of forward. Off, a region in which a random operator ran is

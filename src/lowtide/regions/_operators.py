@@ -91,6 +91,25 @@ def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return bool(value)
 
 
+_UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+}
+"""Kernels that write to arguments which their schemas declare read-only (torch 2.11 to 2.14)."""
+
+
+@functools.cache
+def written_positions(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Return (position, name) of the arguments that an operator writes to, also where its schema does not say so."""
+    undeclared = _UNDECLARED_WRITES.get(func._schema.name, ())
+    return tuple(
+        (i, a.name)
+        for i, a in enumerate(func._schema.arguments)
+        if (a.alias_info is not None and a.alias_info.is_write) or a.name in undeclared
+    )
+
+
 def mutated_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a call of a mutating operator writes to."""
     found: list[torch.Tensor] = []

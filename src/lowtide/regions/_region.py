@@ -35,6 +35,7 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from lowtide.errors import RefusedError
 from lowtide.policy import LayerPolicy, RegionRecipe
+from lowtide.regions._replay import run_replayed
 from lowtide.regions._session import Session
 from lowtide.regions._tape import Recording, Repeating, Tape, refuse_outside_writes
 
@@ -72,7 +73,13 @@ class Region:
         self.session = session
         self.aliases = aliases
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._forget()
+
+    def _forget(self) -> None:
+        """Know nothing of any form of inputs."""
         self.facts: dict[Any, _Facts] = {}
+        self.replayed: set[Any] = set()
+        self.not_replayed: dict[Any, str] = {}
 
     # A weak reference: a module that held a strong one to itself would wait for the cycle collector to free its
     # parameters. Copies and pickles carry the module, so that a copy runs its own parameters.
@@ -86,7 +93,7 @@ class Region:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._module = weakref.ref(state.pop("module"))
         self.__dict__.update(state)
-        self.facts = {}
+        self._forget()
 
     @property
     def module(self) -> nn.Module:
@@ -107,13 +114,17 @@ class Region:
 
     @property
     def executor(self) -> str:
-        """What carries the region out."""
-        return "recompute"
+        """What carries the region out in eager code; a compiled block is carried out by the compiler."""
+        if self.policy.executor != "replay" or self.not_replayed:
+            return "recompute"
+        return "replay"
 
     @property
     def reason(self) -> str:
         """Why that executor."""
-        return "asked for" if self.policy.executor == "recompute" else "eager; where the block is compiled: compile"
+        if self.not_replayed:
+            return f"not replayed: {next(iter(self.not_replayed.values()))}"
+        return "by default" if self.policy.executor == "auto" else "asked for"
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -158,6 +169,8 @@ class Region:
         _refuse_caches(self.fqn, args, kwargs)
         leaves, spec = _flatten(args, kwargs)
         form = _form(module, leaves)
+        if self.policy.executor == "replay" and form not in self.not_replayed:
+            return self._replay(module, args, kwargs, form)
         facts = self.facts.get(form)
         invocation = _Invocation(self, module, args, kwargs, spec)
         if facts is None or not facts.verified:
@@ -168,6 +181,24 @@ class Region:
         else:
             invocation.remember_buffers(facts.changed_buffers)
             out = checkpoint(invocation, *leaves, use_reentrant=False, preserve_rng_state=self.session.preserve_rng)
+        self.session.region_ended(self.fqn)
+        return out
+
+    def _replay(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any) -> Any:
+        """Run forward on record; the first time, see whether it can be replayed."""
+        inner = self._inner(module)
+        out, problem = run_replayed(
+            lambda: inner(*args, **kwargs),
+            plan=self.session.plan,
+            witness=self.session,
+            fqn=self.fqn,
+            verify=form not in self.replayed,
+            module=module,
+        )
+        if problem is None:
+            self.replayed.add(form)
+        else:
+            self.not_replayed[form] = problem
         self.session.region_ended(self.fqn)
         return out
 

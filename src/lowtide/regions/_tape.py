@@ -88,7 +88,7 @@ class Tape:
 _EXCLUDE_INPLACE = torch._C.DispatchKey.ADInplaceOrView
 
 
-def _share(value: torch.Tensor) -> torch.Tensor:
+def share(value: torch.Tensor) -> torch.Tensor:
     """Detach, keeping the version counter in common, so that a later write in place can be seen.
 
     Source: torch.utils.checkpoint does the same below its selective contexts.
@@ -157,7 +157,7 @@ def _has_values(out: Any, trait: Trait) -> bool:
     return not trait & Trait.UNINITIALISED and not any(isinstance(t, fake) for t in tree_leaves(out))
 
 
-def _generator_states(value: Any) -> list[tuple[str, torch.Tensor]]:
+def generator_states(value: Any) -> list[tuple[str, torch.Tensor]]:
     states = [("cpu", torch.get_rng_state())]
     first = next((t for t in tree_leaves(value) if isinstance(t, torch.Tensor)), None)
     if first is not None and first.device.type != "cpu":
@@ -166,7 +166,7 @@ def _generator_states(value: Any) -> list[tuple[str, torch.Tensor]]:
     return states
 
 
-def _restore_generators(states: list[tuple[str, torch.Tensor]]) -> None:
+def restore_generators(states: list[tuple[str, torch.Tensor]]) -> None:
     for device, state in states:
         if device == "cpu":
             torch.set_rng_state(state)
@@ -233,7 +233,7 @@ class Recording(_RegionMode):
             tape.digests.append(_digest(out) if self.plan.strict and _has_values(out, trait) else None)
         if self._keeps(rule, trait, position):
             drew = trait & Trait.RANDOM and draws(func, args, kwargs)
-            self._keep(position, out, _generator_states(out) if drew else None)
+            self._keep(position, out, generator_states(out) if drew else None)
         return out
 
     def _keeps(self, rule: int | None, trait: Trait, position: int) -> bool:
@@ -252,7 +252,7 @@ class Recording(_RegionMode):
         return True
 
     def _keep(self, position: int, out: Any, generators: list[tuple[str, torch.Tensor]] | None) -> None:
-        value = _share(out) if isinstance(out, torch.Tensor) else tree_map_only(torch.Tensor, _share, out)
+        value = share(out) if isinstance(out, torch.Tensor) else tree_map_only(torch.Tensor, share, out)
         self.tape.kept[position] = Kept(value, _version(value), generators)
         for t in tree_leaves(value):
             if isinstance(t, torch.Tensor):
@@ -346,11 +346,11 @@ class Repeating(_RegionMode):
 
     def _give_back(self, position: int, kept: Kept) -> Any:
         if kept.generators is not None:
-            _restore_generators(kept.generators)
+            restore_generators(kept.generators)
         if self.release:
             del self.tape.kept[position]
         value = kept.value
-        return _share(value) if isinstance(value, torch.Tensor) else tree_map_only(torch.Tensor, _share, value)
+        return share(value) if isinstance(value, torch.Tensor) else tree_map_only(torch.Tensor, share, value)
 
     def _place(self, position: int) -> str:
         return f"region {self.fqn}, operator {position + 1} of {len(self.tape.funcs)}"
