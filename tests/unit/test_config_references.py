@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from lowtide.errors import ConfigError
-from lowtide.training.config import to_yaml
+from lowtide.policy import SelectiveOp
+from lowtide.training.config import TrainConfig, load, to_yaml
 from tests.helpers.configs import parts, parts_complaint, write
 
 
@@ -123,6 +124,23 @@ def test_environment_values_are_never_written(tmp_path: Path) -> None:
     assert loaded.resolved["free"] == {"deep": ["${env:SECRET}", "${env:SECRET:-other}"], "plain": "$${y}"}
     for written in (json.dumps(loaded.resolved), to_yaml(loaded.resolved), loaded.given):
         assert "hunter2" not in written
+
+
+def test_environment_values_that_a_class_takes_apart_are_never_written(tmp_path: Path) -> None:
+    text = """
+    model: {kind: decoder}
+    data: {kind: random}
+    policy: {kind: selective_op, save: ["${env:OP}", {op: aten.mm, keep: "${env:KEEP}"}]}
+    """
+    environment = {"OP": "aten.bmm", "KEEP": "3/7"}
+    loaded = load(TrainConfig, write(tmp_path, text), environment=environment)
+    assert loaded.config.policy == SelectiveOp(save=("aten.bmm", {"op": "aten.mm", "keep": "3/7"}))
+    assert loaded.resolved["policy"]["save"] == [
+        "${env:OP}",
+        {"op": "aten.mm", "keep": "${env:KEEP}", "optional": False},
+    ]
+    again = load(TrainConfig, write(tmp_path, to_yaml(loaded.resolved)), environment=environment)
+    assert again.config == loaded.config
 
 
 def test_environment_values_stand_in_no_message(tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 from lowtide.errors import listing, nearest
 from lowtide.training.config._document import MAX_DEPTH, Mark, Problem, Seq, Shown, Table, step, tell, written
 
-__all__ = ["Resolver"]
+__all__ = ["FIELD", "Resolver"]
 
 MAX_CHAIN = 32
 MAX_VALUES = 20_000
 MAX_TEXT = 64 * 1024
 
 _PART = re.compile(r"\$\$\{|\$\{([^{}]*)\}|\$\{")
-_FIELD = re.compile(r"[^\s.\[\]:]+(\.[^\s.\[\]:]+|\[\d+\])*")
+FIELD = re.compile(r"[^\s.\[\]:]+(\.[^\s.\[\]:]+|\[\d+\])*")
 _ENV = re.compile(r"env:([A-Za-z_]\w*)(?::-(.*))?", re.ASCII | re.DOTALL)
 
 Box = Table | Seq
@@ -127,7 +127,7 @@ class Resolver:
         name = None if name is None else name.strip()
         if name is not None and name.startswith("env:"):
             return self._from_environment(name, box, key, path)
-        if name is None or _FIELD.fullmatch(name) is None:
+        if name is None or FIELD.fullmatch(name) is None:
             written = tell(box[key])
             legal = "${section.field}, ${env:NAME}, ${env:NAME:-text}, or $${ for a plain ${"
             raise self._fail(box, key, path, f"{written} holds no whole reference; legal: {legal}")

@@ -18,6 +18,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from lowtide.errors import ConfigError
 from lowtide.training.config._document import FLOAT, INT, Shown, Table, written
+from lowtide.training.config._references import FIELD
 from lowtide.training.registry import Component
 
 __all__ = ["config_hash", "resolved_values", "to_yaml"]
@@ -66,7 +67,7 @@ def resolved_values(config: BaseModel, root: Table, secrets: Mapping[str, str], 
     except (PydanticSerializationError, ValueError, TypeError) as error:
         raise ConfigError(f"{source}: a value cannot be written down: {error}") from None
     names = dict(_from_environment(root, ()))
-    lost = [name for name in names if not _is_leaf(plain, name)]
+    lost = [name for name in names if not _stands(plain, name)]
     # Where a class reshaped what it was given, its place is lost: look for the text itself.
     hidden = {v: f"${{env:{k}}}" for k, v in secrets.items() if len(v) > 2} if lost else {}
     return _write(plain, (), names, _shared(config), hidden)
@@ -89,13 +90,13 @@ def _from_environment(value: Any, place: Place) -> Iterator[tuple[Place, str]]:
         yield from _from_environment(below, (*place, key))
 
 
-def _is_leaf(plain: Any, place: Place) -> bool:
+def _stands(plain: Any, place: Place) -> bool:
     for key in place:
         try:
             plain = plain[key]
         except (KeyError, IndexError, TypeError):
             return False
-    return not isinstance(plain, dict | list)
+    return True
 
 
 def _shared(config: BaseModel) -> dict[Place, str]:
@@ -106,10 +107,11 @@ def _shared(config: BaseModel) -> dict[Place, str]:
     while waiting:
         place, value = waiting.pop(0)
         if isinstance(value, Component):
-            if id(value) in first:
-                again[place] = "${" + ".".join(map(str, first[id(value)])) + "}"
+            name = ".".join(map(str, first.setdefault(id(value), place)))
+            # Under a key that no reference can name, it is written out.
+            if first[id(value)] != place and FIELD.fullmatch(name):
+                again[place] = f"${{{name}}}"
                 continue
-            first[id(value)] = place
         waiting += [((*place, key), below) for key, below in _items(value)]
     return again
 
@@ -117,14 +119,12 @@ def _shared(config: BaseModel) -> dict[Place, str]:
 def _write(
     value: Any, place: Place, names: Mapping[Place, str], shared: Mapping[Place, str], hidden: Mapping[str, str]
 ) -> Any:
-    if place in shared:
-        return shared[place]
+    if place in shared or place in names:
+        return shared.get(place) or names[place]
     if isinstance(value, dict):
         return {str(k): _write(v, (*place, k), names, shared, hidden) for k, v in _kind_first(value)}
     if isinstance(value, list):
         return [_write(v, (*place, i), names, shared, hidden) for i, v in enumerate(value)]
-    if place in names:
-        return names[place]
     if not isinstance(value, str):
         return value
     for secret, shown in hidden.items():
