@@ -212,6 +212,17 @@ def test_the_last_k_stay_and_leftovers_go(run_on, tmp_path):
     assert info.size_bytes == sum((info.path / n).stat().st_size for n in checkpoint_folder.list_files(info.path))
 
 
+def test_later_steps_of_an_abandoned_continuation_are_set_aside(run_on, tmp_path):
+    """Resumed from step 2, a run must not be told to go on from the old step 9, nor lose its own step 3."""
+    run_on(2, _saves, tmp_path, [2, 8, 9], None)
+    run_on(2, _saves, tmp_path, [3], 2)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["abandoned-step-00000008", "abandoned-step-00000009", "step-00000002", "step-00000003"]
+    info = latest_complete(tmp_path)
+    assert info is not None
+    assert info.progress.step == 3
+
+
 def test_saving_a_step_again_replaces_it(run_on, tmp_path):
     run_on(2, _saves, tmp_path, [3], None)
     before = (tmp_path / "step-00000003" / "manifest.json").stat().st_ino

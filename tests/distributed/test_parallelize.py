@@ -228,6 +228,59 @@ def test_compiled_blocks_keep_gradients_in_a_deep_stack(run_on, policy):
     assert run_on(2, _compiled_matches_eager, policy) == [([], 10), ([], 10)]
 
 
+def _hugging_face_compiled(kind: str) -> list[str]:
+    torch._dynamo.reset()
+    eager = build(kind)
+    loss_of(eager, batch(0)).backward()
+    options = {"backend": "aot_eager", "fullgraph": True}
+    prepared = prepare(build(kind), sharding="fsdp2", policy="full", compile_blocks=True, compile_options=options)
+    loss_of(prepared.model, batch(0)).backward()
+    found = full_gradients(prepared.model)
+    return [n for n, p in eager.named_parameters() if not torch.allclose(found[n], p.grad, rtol=1e-5, atol=1e-7)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gemma"])
+def test_blocks_of_hugging_face_models_compile_without_a_graph_break(run_on, kind):
+    assert run_on(1, _hugging_face_compiled, kind, preload=TRANSFORMERS) == [[]]
+
+
+@pytest.mark.compiler
+def test_the_default_compiler_gives_the_same_gradients_within_rounding():
+    torch._dynamo.reset()
+    eager = build()
+    loss_of(eager, batch(0)).backward()
+    prepared = prepare(build(), sharding="none", policy="selective_op", compile_blocks=True)
+    loss_of(prepared.model, batch(0)).backward()
+    prepared.applied.check()
+    for (name, a), (_, b) in zip(prepared.model.named_parameters(), eager.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class _Named(nn.Module):
+    """No stack: the blocks can only be named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.first, self.second = _Residual(), _Residual()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(self.embed(tokens))))
+
+
+def _named_blocks(policy: dict[str, Any]) -> tuple[str, ...]:
+    model = _Named()
+    prepared = parallelize(model, policy=policy, sharding=Fsdp2Config(), precision=PrecisionConfig(), device=CPU)
+    loss_of(prepared.model, batch(0)).backward()
+    return prepared.units
+
+
+def test_without_a_stack_the_policys_layers_are_the_units_else_there_is_one(run_on):
+    named = {"kind": "full", "layers": ["first", "second"]}
+    assert run_on(2, _named_blocks, named) == [("first", "second", "")] * 2
+    assert run_on(1, _named_blocks, {"kind": "none"}) == [("",)]
+
+
 def _units(policy: str) -> tuple[int, tuple[str, ...]]:
     prepared = prepare(build(), sharding="fsdp2", policy=policy)
     return sum(isinstance(m, FSDPModule) for m in prepared.model.modules()), prepared.units

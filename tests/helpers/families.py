@@ -141,3 +141,16 @@ def pairwise(cells: Sequence[Cell], *, seed: int, extra: int = 0) -> set[Cell]:
             chosen.add(cell)
             met |= pairs
     return chosen
+
+
+FULL: dict[str, Any] = {"kind": "full"}
+SELECTIVE: dict[str, Any] = {"kind": "selective_op", "save": [{"op": "matmul", "keep": "1/2"}]}
+both = pytest.mark.parametrize("policy", [FULL, SELECTIVE], ids=["full", "selective_op"])
+
+
+def spec_step(model: nn.Module, i: int, *, spec: Spec | None = None) -> Tensor:
+    """Forward and backward of step i on tokens of the spec's sizes; the loss."""
+    drawn = models.tokens(spec, step=i)
+    loss = models.loss_of(model(drawn), drawn)
+    loss.backward()
+    return loss
