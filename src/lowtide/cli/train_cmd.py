@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from lowtide.cli._answer import Answer, Json, Overrides
+
+if TYPE_CHECKING:
+    from lowtide.training.config import TrainConfig
+    from lowtide.training.launch import LaunchResult
+    from lowtide.training.summary import Summary
 
 __all__ = ["train"]
 
@@ -30,55 +37,66 @@ def train(
     Starts its own processes; under torchrun (torchrun ... -m lowtide train CONFIG) it is one of them.
     """
     from lowtide.training.config import load_config
+    from lowtide.training.ids import check_experiment_id
     from lowtide.training.launch import launch, under_torchrun
 
     if under_torchrun():
         return _rank(config, set_, resume, experiment_id, json=json)
-    loaded = load_config(config, set_)
+    settings = load_config(config, set_).config
     if experiment_id is not None:
-        from lowtide.training.ids import check_experiment_id
-
         check_experiment_id(experiment_id)
     arguments = ["train", str(config), *(part for text in set_ for part in ("--set", text))]
     arguments += ["--resume", resume] if resume is not None else []
     arguments += ["--experiment-id", experiment_id] if experiment_id is not None else []
     arguments += ["--json"] if json else []
-    wanted = loaded.config.launch.nproc if nproc is None else nproc
-    if wanted is None and loaded.config.sharding.kind == "none":
-        wanted = 1
-    result = launch(arguments, nproc=wanted, threads=loaded.config.launch.threads)
+    result = launch(arguments, nproc=_processes(settings, nproc), threads=settings.launch.threads)
     return _answer(result, json=json)
+
+
+def _processes(settings: TrainConfig, nproc: int | None) -> int | None:
+    """Return how many processes are wanted; None leaves it to the machine."""
+    wanted = settings.launch.nproc if nproc is None else nproc
+    return 1 if wanted is None and settings.sharding.kind == "none" else wanted
 
 
 def _rank(
     config: Path, overrides: tuple[str, ...], resume: str | None, experiment_id: str | None, *, json: bool
 ) -> Answer:
-    """Be one rank; what it has to say goes to the launcher, or to stderr where there is none."""
-    from lowtide.training.rank_status import run_rank
+    """Be one rank: under lowtide's launcher it only reports, elsewhere rank 0 gives the answer itself."""
+    from lowtide.training.mesh import read_place
+    from lowtide.training.rank_status import run_rank, under_launcher
+
+    done: list[Summary] = []
 
     def main() -> None:
         from lowtide.training.config import load_config
         from lowtide.training.entry import run
 
-        run(load_config(config, overrides), experiment_id, resume=resume, json_output=json)
+        done.append(run(load_config(config, overrides), experiment_id, resume=resume, json_output=json))
 
-    return Answer(None, text="", exit_code=run_rank(main))
+    exit_code = run_rank(main)
+    if under_launcher() or read_place().rank != 0:
+        return Answer(None, text="", exit_code=exit_code)
+    summary = done[0].as_json() if done else None
+    folder = done[0].folder if done else None
+    document = {"exit_code": exit_code, "run_folder": folder, "summary": summary}
+    return Answer(document, text="", json=json, exit_code=exit_code)
 
 
-def _answer(result: object, *, json: bool) -> Answer:
-    import sys
-
-    from lowtide.training.launch import LaunchResult
+def _answer(result: LaunchResult, *, json: bool) -> Answer:
+    from lowtide.errors import InputError
     from lowtide.training.run_state import read_run
 
-    assert isinstance(result, LaunchResult)
     result.report(sys.stderr)
-    record = {} if result.run_folder is None else dict(read_run(result.run_folder).record)
+    summary: Any = None
+    if result.run_folder is not None and result.exit_code == 0:
+        with contextlib.suppress(InputError):
+            summary = read_run(result.run_folder).record.get("summary")
     document = {
         "exit_code": result.exit_code,
         "status": result.verdict.status,
         "error": result.verdict.error,
         "run_folder": None if result.run_folder is None else str(result.run_folder),
-        "summary": record.get("summary"),
+        "summary": summary,
     }
     return Answer(document, text="", json=json, exit_code=result.exit_code)

@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowtide.training.config import LoadedConfig, TrainConfig, load_config
+    from lowtide.training.entry import run
+    from lowtide.training.summary import Summary
 
 _HOMES = {
+    "Summary": "lowtide.training.summary",
     "LoadedConfig": "lowtide.training.config",
     "TrainConfig": "lowtide.training.config",
     "load_config": "lowtide.training.config",
+    "run": "lowtide.training.entry",
 }
 
-__all__ = ["LoadedConfig", "TrainConfig", "load_config"]
+__all__ = ["LoadedConfig", "Summary", "TrainConfig", "load_config", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,16 +4,17 @@
                                   └── run.json: running ─► done | failed | out_of_memory | stopped
 
 ``run`` is what each rank executes, under ``torchrun`` or as a single process. Whatever happens, the process group is
-destroyed and ``run.json`` says how the run ended.
+destroyed and ``run.json`` says how the run ended, also where the error began on another rank (``cause``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from lowtide.api import saved_bytes
-from lowtide.errors import InputError, LowtideError
+from lowtide.errors import ConfigError, InputError, LowtideError
 from lowtide.training.build import Built, build, build_bare
+from lowtide.training.cause import find_cause, leave_error
 from lowtide.training.checkpoint import CheckpointInfo, Progress, latest_complete, load
 from lowtide.training.config import LoadedConfig, TrainConfig, load_config, to_yaml
 from lowtide.training.events import Bus, RunEnded, RunStarted
@@ -32,13 +34,14 @@ from lowtide.training.mesh import World, during, on_main, process_group
 from lowtide.training.model.forward import forward_logits
 from lowtide.training.out_of_memory import explain_out_of_memory
 from lowtide.training.run_folder import RunFolder, find_latest
-from lowtide.training.run_state import status_of
-from lowtide.training.stopping import stop_on_signals
+from lowtide.training.run_state import Status, finish_run, status_of
+from lowtide.training.stopping import StopRequest, stop_on_signals
 from lowtide.training.summary import PeakRow, SavedRow, Summary, print_summary
 from lowtide.training.tracking.build import build_bus
 
 __all__ = ["run"]
 
+_LOG = logging.getLogger(__name__)
 _CHECKPOINTS = "checkpoints"
 
 
@@ -65,10 +68,28 @@ def run(
         StoppedError: a signal came and the run has saved.
     """
     loaded = _load(config)
-    with process_group(loaded.config.launch.timeout_s) as world, _switches(loaded.config):
-        folder, fresh_note = _open_folder(loaded, experiment_id, resume)
+    started = time.time()
+    with (
+        stop_on_signals() as stop,
+        process_group(loaded.config.launch.timeout_s) as world,
+        _switches(loaded.config),
+    ):
+        _check_processes(loaded.config, world)
+        folder, note = _open_folder(loaded, experiment_id, resume)
         with folder.logging():
-            return _run_in_folder(loaded, world, folder, fresh_note, json_output=json_output)
+            attempt = _Attempt(loaded, world, folder, stop, started)
+            try:
+                summary = attempt.go(note, json_output=json_output)
+            except BaseException as error:
+                cause = attempt.end(error)
+                if cause is error:
+                    raise
+                raise cause from error
+    if world.is_main:
+        from rich.console import Console
+
+        print_summary(summary, Console(file=sys.stderr if json_output else sys.stdout))
+    return summary
 
 
 def _load(config: LoadedConfig[TrainConfig] | TrainConfig | str | Path) -> LoadedConfig[TrainConfig]:
@@ -84,12 +105,22 @@ def _load(config: LoadedConfig[TrainConfig] | TrainConfig | str | Path) -> Loade
 def _switches(config: TrainConfig) -> Generator[None]:
     """Set torch's process-wide switches for the run, and put them back."""
     before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
+
+
+def _check_processes(config: TrainConfig, world: World) -> None:
+    """Refuse several processes that share nothing, however they were started."""
+    if config.sharding.kind == "none" and world.world_size > 1:
+        raise ConfigError(
+            f"sharding.kind is none and there are {world.world_size} processes, each of which would train a model of "
+            "its own: start one (--nproc 1), or set sharding.kind to fsdp2, fsdp1 or ddp"
+        )
 
 
 def _open_folder(
@@ -106,7 +137,10 @@ def _open_folder(
                     f"--resume continues {found} under its own id, and the id {experiment_id!r} was given: "
                     "leave one of them out"
                 )
-            return RunFolder.resume(Path(found), given=loaded.given, resolved=loaded.resolved), ""
+            folder = RunFolder.resume(Path(found), given=loaded.given, resolved=loaded.resolved)
+            # What the attempt before summed up is not how this one ends.
+            folder.update(summary=None)
+            return folder, ""
         note = f"no run named {name!r} in {runs_dir}: starting fresh"
     chosen = agree_on_id(loaded.resolved, experiment_id=experiment_id)
     folder = RunFolder.create(runs_dir, experiment_id=chosen, name=name, given=loaded.given, resolved=loaded.resolved)
@@ -117,39 +151,8 @@ def _find(runs_dir: Path, name: str, resume: str) -> str:
     if resume == "auto":
         state = find_latest(runs_dir, name)
         return "" if state is None else str(state.folder)
-    return resume
-
-
-def _run_in_folder(
-    loaded: LoadedConfig[TrainConfig], world: World, folder: RunFolder, note: str, *, json_output: bool
-) -> Summary:
-    bus = Bus()
-    trainer: _Attempt | None = None
-    try:
-        if world.is_main:
-            bus = build_bus(loaded.config.logging.trackers, run_folder=folder.path, json_output=json_output)
-        dist.barrier()
-        trainer = _Attempt(loaded, world, folder, bus)
-        summary = trainer.go(note)
-    except BaseException as error:
-        clear = explain_out_of_memory(error, where=f"{world.device} (rank {world.rank} of {world.world_size})")
-        folder.finish(clear or error)
-        text = str(clear or error) or type(error).__name__
-        steps = trainer.outcome.steps if trainer is not None else 0
-        bus.publish(RunEnded(status=status_of(clear or error), steps=steps, error=text))
-        bus.close()
-        if clear is not None and clear is not error:
-            raise clear from error
-        raise
-    folder.update(summary=summary.as_json())
-    folder.finish()
-    bus.publish(RunEnded(status="done", steps=summary.steps, wall_s=summary.wall_s, summary=summary.as_json()))
-    bus.close()
-    if world.is_main:
-        from rich.console import Console
-
-        print_summary(summary, Console(file=sys.stderr if json_output else sys.stdout))
-    return summary
+    # Resolved, so that `.` and `runs/a/../b` have a last part, which is the run's id.
+    return str(Path(resume).resolve())
 
 
 @dataclass
@@ -159,25 +162,66 @@ class _Attempt:
     loaded: LoadedConfig[TrainConfig]
     world: World
     folder: RunFolder
-    bus: Bus
+    stop: StopRequest
+    started: float
+    """Wall-clock time; what other ranks left before it is of an earlier attempt."""
+    bus: Bus = field(default_factory=Bus)
+    outcome: Outcome = field(default_factory=Outcome)
 
     def __post_init__(self) -> None:
-        self.outcome = Outcome()
-        self.started = time.monotonic()
+        self.clock = time.monotonic()
 
-    def go(self, note: str) -> Summary:
+    def go(self, note: str, *, json_output: bool) -> Summary:
+        """Train from where the run is to its end, and write that it is done."""
         config = self.loaded.config
+        # Rank 0's alone, and first: a tracker that cannot be meant is an error on every rank.
+        on_main(lambda: self._watch(json_output=json_output))
         checkpoints = self.folder.path / _CHECKPOINTS
         built = build(config, self.world)
         found = latest_complete(checkpoints) if self.folder.resumed else None
         progress = self._resume(built, found) if found is not None else Progress(0, 0, 0)
         self._announce(built, progress, note)
         saved, saved_note = self._saved_bytes(built)
-        with stop_on_signals() as stop:
-            trainer = Trainer(built, self.bus, checkpoints, progress=progress, stop=stop)
-            self.outcome = trainer.outcome
-            outcome = trainer.train()
-        return self._summary(built, outcome, saved, saved_note)
+        trainer = Trainer(built, self.bus, checkpoints, progress=progress, saved=found is not None, stop=self.stop)
+        self.outcome = trainer.outcome
+        summary = self._summary(built, trainer.train(), saved, saved_note)
+        self.folder.update(summary=summary.as_json())
+        self.folder.finish()
+        self.bus.publish(RunEnded(status="done", steps=summary.steps, wall_s=summary.wall_s, summary=summary.as_json()))
+        self.bus.close()
+        return summary
+
+    def end(self, error: BaseException) -> BaseException:
+        """Write and tell how the run ended; return what to raise."""
+        where = f"{self.world.device} (rank {self.world.rank} of {self.world.world_size})"
+        cause = explain_out_of_memory(error, where=where) or error
+        if self.world.is_main:
+            status = self._write_end(cause)
+            text = str(cause) or type(cause).__name__
+            self.bus.publish(RunEnded(status=status, steps=self.outcome.steps, error=text))
+            self.bus.close()
+        else:
+            leave_error(self.folder.path, cause, rank=self.world.rank)
+        return cause
+
+    def _write_end(self, cause: BaseException) -> Status:
+        path, size = self.folder.path, self.world.world_size
+        began = find_cause(path, cause, world_size=size, since=self.started)
+        try:
+            if began is None:
+                self.folder.finish(cause)
+                return status_of(cause)
+            status, exit_code, record = began
+            finish_run(path, status=status, exit_code=exit_code, error=record)
+            return status
+        except OSError as lost:
+            # A full disk, say: the run's own error is what counts, and a launcher of ours tries once more.
+            _LOG.warning("how the run ended could not be written: %s", lost)
+            return status_of(cause)
+
+    def _watch(self, *, json_output: bool) -> None:
+        trackers = self.loaded.config.logging.trackers
+        self.bus = build_bus(trackers, run_folder=self.folder.path, json_output=json_output)
 
     def _resume(self, built: Built, found: CheckpointInfo) -> Progress:
         with during("loading the checkpoint"):
@@ -224,8 +268,10 @@ class _Attempt:
                     policies=[config.policy],
                     forward=lambda model, batch: next_token_loss(forward_logits(model, batch[0]), batch[1]),
                 )
-            except LowtideError as error:
-                return {"rows": [], "note": f"saved bytes are not available: {error}"}
+            except Exception as error:
+                # Told beside the training, never instead of it: a custom model may know no fake tensors.
+                kind = "" if isinstance(error, LowtideError) else f"{type(error).__name__}: "
+                return {"rows": [], "note": f"saved bytes are not available: {kind}{error}"}
             rows = [
                 {"policy": c.policy, "block": list(c.block_bytes), "rest": c.rest_bytes, "checkpointed": c.checkpointed}
                 for c in result.columns
@@ -253,7 +299,7 @@ class _Attempt:
             saved_note=saved_note,
             peaks=_peaks_of_all(outcome),
             peak_step=outcome.peak_step,
-            wall_s=time.monotonic() - self.started,
+            wall_s=time.monotonic() - self.clock,
         )
 
 

@@ -58,14 +58,17 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 class Trainer:
     """Trains from a step to the last one."""
 
-    def __init__(self, built: Built, bus: Bus, checkpoints: Path, *, progress: Progress, stop: StopRequest) -> None:
+    def __init__(
+        self, built: Built, bus: Bus, checkpoints: Path, *, progress: Progress, saved: bool, stop: StopRequest
+    ) -> None:
+        """``saved``: whether ``progress`` is that of a checkpoint there."""
         self._built = built
         self._config = built.config
         self._bus = bus
         self._checkpoints = checkpoints
         self._progress = progress
         self._stop = stop
-        self._saved_step: int | None = None
+        self._saved_step = progress.step if saved else None
         self.outcome = Outcome(steps=progress.step)
 
     @property
@@ -83,6 +86,7 @@ class Trainer:
         accumulation = self._config.training.grad_accumulation
         batches = self._built.data.batches(self._progress.samples // self._built.samples_per_batch)
         self._built.model.train()
+        self._stop_if_asked()
         for step in range(start + 1, steps + 1):
             with during(f"step {step}"):
                 self._train_step(step, step - start, batches)
@@ -215,6 +219,8 @@ class Trainer:
         signal_name = self._stop.agreed()
         if signal_name is None:
             return
+        if self._progress.step == 0:
+            raise StoppedError(f"stopped by {signal_name} before the first step; go on with --resume auto")
         self._save()
         raise StoppedError(
             f"stopped by {signal_name} after step {self._progress.step}, saved; go on with --resume auto"

@@ -25,7 +25,16 @@ from lowtide.training.processes import die_with_parent
 from lowtide.training.ranks import raised_elsewhere
 from lowtide.training.run_state import status_of
 
-__all__ = ["AGENT_FILE", "FOLDER_FILE", "LAUNCH_DIR", "exit_code_of", "guard_rank", "note_run_folder", "run_rank"]
+__all__ = [
+    "AGENT_FILE",
+    "FOLDER_FILE",
+    "LAUNCH_DIR",
+    "exit_code_of",
+    "guard_rank",
+    "note_run_folder",
+    "run_rank",
+    "under_launcher",
+]
 
 LAUNCH_DIR = "LOWTIDE_LAUNCH_DIR"
 AGENT_FILE = "agent"
@@ -43,6 +52,11 @@ def guard_rank() -> None:
         # The launcher writes it before the agent can start anything: it was killed in between.
         os._exit(1)
     die_with_parent(agent)
+
+
+def under_launcher() -> bool:
+    """Whether lowtide's own launcher started this process, and says how the run ended."""
+    return _home() is not None
 
 
 def note_run_folder(path: Path) -> None:

@@ -1,7 +1,8 @@
 """Ask a run to stop: signals set a flag, and all ranks agree on the step at which they do.
 
-SIGTERM and SIGUSR1 (Slurm's warning) mean "save and stop". A scheduler may signal one rank only, so the flag is the
-largest over all ranks, exchanged once a step on the CPU. Handlers are put back at the end.
+SIGTERM, SIGUSR1 (Slurm's warning) and SIGINT (Ctrl-C) mean "save and stop"; a second Ctrl-C interrupts at once. A
+scheduler may signal one rank only, so the flag is the largest over all ranks, exchanged once a step on the CPU.
+Handlers are put back at the end. A signal that comes before the first step is kept until then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 __all__ = ["StopRequest", "stop_on_signals"]
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequest:
@@ -25,6 +26,12 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.number = 0
+
+    def note(self, number: int, _frame: FrameType | None) -> None:
+        """Take a signal."""
+        if number == signal.SIGINT and self.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
 
     def agreed(self) -> str | None:
         """Return the signal's name if any rank was asked to stop. Collective: once a step, on every rank."""
@@ -37,16 +44,12 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Generator[StopRequest]:
-    """Turn SIGTERM and SIGUSR1 into a request; outside the main thread signals stay as they are."""
+    """Turn these signals into a request; outside the main thread signals stay as they are."""
     request = StopRequest()
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        request.number = number
-
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    before = {number: signal.signal(number, request.note) for number in _SIGNALS}
     try:
         yield request
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +61,11 @@ class Summary:
     wall_s: float
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return plain data; a number that is not finite, such as a diverged loss, becomes None."""
         data = asdict(self)
+        for name, value in data.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                data[name] = None
         for row, saved in zip(data["saved"], self.saved, strict=True):
             row["total_bytes"] = saved.total_bytes
         return data
@@ -85,7 +89,7 @@ def print_summary(summary: Summary, console: Console) -> None:
             pad_edge=False,
         )
         table.add_column("policy")
-        for head in ("blocks checkpointed", "a block", "all blocks", "rest", "total"):
+        for head in ("checkpointed", "a block", "all blocks", "rest", "total"):
             table.add_column(head, justify="right")
         for row in summary.saved:
             table.add_row(*_saved_cells(row))
@@ -106,6 +110,8 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("tokens/s", speed),
         ("policy", summary.applied),
     ]
+    if not summary.peaks:
+        facts.append(("peak", "not measured: it is taken in the second step of an attempt"))
     step = "" if summary.peak_step is None else f", step {summary.peak_step}"
     for row in summary.peaks:
         text = "not available" if row.peak_bytes is None else f"{format_bytes(row.peak_bytes)} ({row.method}{step})"

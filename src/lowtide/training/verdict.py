@@ -18,7 +18,7 @@ from typing import Any
 
 from lowtide.training.run_state import Status
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "judge", "tells_of_a_lost_neighbour"]
 
 _NEIGHBOUR_LOST = re.compile(
     r"connection (closed|reset|refused|was likely closed|lost)|broken pipe|socket.*closed|communicator was aborted"
@@ -91,7 +91,12 @@ def _is_own(report: Mapping[str, Any]) -> bool:
     error = report["error"]
     if error["elsewhere"] or error["type"] == "RankError":
         return False
-    return error["ours"] or not _NEIGHBOUR_LOST.search(error["message"])
+    return error["ours"] or not tells_of_a_lost_neighbour(error["message"])
+
+
+def tells_of_a_lost_neighbour(message: str) -> bool:
+    """Whether an error's text is what a rank says when another one has gone."""
+    return _NEIGHBOUR_LOST.search(message) is not None
 
 
 def _first_raised(raised: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
