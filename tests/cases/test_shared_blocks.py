@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.training import POLICIES, batch, loss_of, prepare
+from tests.helpers.training import batch, loss_of, prepare
 
 
 class _Layer(nn.Module):
@@ -103,4 +103,3 @@ def test_a_region_is_one_for_all_places(kind):
     prepared = prepare(_made(kind), sharding="none", policy="full")
     assert tuple(r.fqn for r in prepared.applied.regions) == MODELS[kind][2]
     assert prepared.applied.blocks == len(MODELS[kind][2])
-    assert set(POLICIES) >= {"full"}

@@ -6,6 +6,7 @@
         rng/rank-0.json     random state of each rank that saved
         manifest.json       written last, on rank 0: progress, and size and hash of every file
       .tmp-step-00000180/   being written, or left behind by a kill; the next save removes it
+      abandoned-step-.../   later than the step that was saved last: the run was resumed from before it
 
 A checkpoint appears by renaming its folder after everything in it has reached the disk, so a kill at any moment
 leaves the older ones as they were. Hashes show damage, not authorship: torch's own files contain pickles, so load
@@ -47,7 +48,7 @@ _log = logging.getLogger("lowtide")
 _SCHEMA_VERSION = 1
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,15})")
-_BEING_WRITTEN, _REPLACED = ".tmp-", ".old-"
+_BEING_WRITTEN, _REPLACED, _SET_ASIDE = ".tmp-", ".old-", "abandoned-"
 _CHUNK_BYTES = 1 << 22
 
 
@@ -154,6 +155,7 @@ def finish(
     _sync(place.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
+    _set_aside_later(place.parent, progress.step)
     if keep_last is not None:
         _remove_oldest(place.parent, keep_last)
     return place
@@ -239,6 +241,19 @@ def _read_manifest(path: Path) -> CheckpointInfo:
     progress = Progress(int(document["step"]), int(document["tokens"]), int(document["samples"]))
     size_bytes = sum(int(size) for size, _ in document["files"].values())
     return CheckpointInfo(path, progress, int(document["world_size"]), size_bytes, dict(document["notes"]))
+
+
+def _set_aside_later(folder: Path, step: int) -> None:
+    """Rename checkpoints of later steps, left by a run that was resumed from before them.
+
+    Were they to stay, the newest would not be this run's, and this run's own would be removed as the oldest.
+    """
+    for path in [p for p in _by_step(folder) if _step_of(p) > step]:
+        aside = path.with_name(f"{_SET_ASIDE}{path.name}")
+        if aside.exists():
+            shutil.rmtree(aside)
+        path.rename(aside)
+        _log.warning("%s is of a run that step %d left behind; it is kept as %s", path, step, aside.name)
 
 
 def _remove_oldest(folder: Path, keep_last: int) -> None:

@@ -61,24 +61,33 @@ def clip_gradients(model: nn.Module, *, max_norm: float | None) -> Tensor:
         return torch.zeros(())
     total = _total_norm(gradients)
     if max_norm is not None:
-        # Written out, as clip_grads_with_norm_ would first look at a list that mixes plain and sharded ones.
-        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for gradient in gradients:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.mul_(scale.to(local.device, local.dtype))
+        _scale(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
 
 
-def _total_norm(gradients: list[Tensor]) -> Tensor:
-    norms: list[Tensor] = []
+def _scale(gradients: list[Tensor], scale: Tensor) -> None:
+    """Multiply in place; written out, as torch's own first looks at lists that mix plain and sharded ones."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        wide = torch.float32 if gradient.dtype in _LOW_PRECISION else gradient.dtype
-        norms.append(torch.linalg.vector_norm(gradient, dtype=wide))
-    sharded = [n for n in norms if isinstance(n, DTensor)]
-    plain = [n for n in norms if not isinstance(n, DTensor)]
-    parts = [torch.linalg.vector_norm(torch.stack(plain))] if plain else []
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        alike.setdefault((local.device, local.dtype), []).append(local)
+    for (device, dtype), locals_ in alike.items():
+        torch._foreach_mul_(locals_, scale.to(device, dtype))
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    sharded = [g for g in gradients if isinstance(g, DTensor)]
+    plain = [g for g in gradients if not isinstance(g, DTensor)]
+    parts = [_norm(plain)] if plain else []
     if sharded:
-        joined = torch.linalg.vector_norm(torch.stack([*sharded]))
+        joined = _norm([*sharded])
         assert isinstance(joined, DTensor)
         parts.append(joined.full_tensor())
     return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts))
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    if any(g.dtype in _LOW_PRECISION for g in gradients):
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+        return torch.linalg.vector_norm(torch.stack(norms))
+    return torch.nn.utils.get_total_norm(gradients)

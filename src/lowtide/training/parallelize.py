@@ -113,11 +113,14 @@ def parallelize(
     _refuse_combinations(sharding, precision, parse_policy(policy))
     matrices = matrix_names(model)
     _cast_parameters(model, _DTYPES[precision.parameters])
-    model.to(device)
+    is_split = isinstance(sharding, Fsdp2Config | Fsdp1Config)
+    if not is_split:
+        # Sharding moves one unit after the other, so a model larger than the device can be sharded onto it.
+        model.to(device)
     applied = apply(model, policy)
-    units = _find_units(model)
+    units = _find_units(model, applied)
     compiled = _compile(model, units, compile_options) if compile_blocks else ()
-    if isinstance(sharding, Fsdp2Config | Fsdp1Config):
+    if is_split:
         _refuse_ties_across(model, units)
     if isinstance(sharding, Fsdp2Config):
         wrapped = _fsdp2(model, units, sharding, precision, device, mesh)
@@ -127,7 +130,6 @@ def parallelize(
         wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     else:
         wrapped = model
-    is_split = isinstance(sharding, Fsdp2Config | Fsdp1Config)
     names = (*(u.names[0] for u in units), "") if is_split else ()
     return Parallelized(wrapped, applied, compiled, names, matrices)
 
@@ -186,19 +188,23 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _find_units(model: nn.Module) -> list[_Unit]:
-    """Find the blocks, each module once; none is legal for sharding, and said."""
+def _find_units(model: nn.Module, applied: Applied) -> list[_Unit]:
+    """Find the blocks, each module once: the repeated stacks, else what the policy's ``layers`` name.
+
+    None is legal for sharding, and said: the model is one unit then.
+    """
     try:
-        blocks = find_blocks(model)
+        blocks = [block.fqn for block in find_blocks(model)]
     except NothingMatchedError as error:
-        _log.info("%s: no blocks, so it is one unit (%s)", type(model).__name__, error)
-        return []
+        blocks = [region.fqn for region in applied.regions]
+        told = listing(blocks) if blocks else f"none, so it is one unit ({error})"
+        _log.info("%s has no repeated stack; its blocks: %s", type(model).__name__, told)
     places: dict[int, list[str]] = {}
     modules: dict[str, nn.Module] = {}
     for slot in slots(model):
         places.setdefault(id(slot.module), []).append(slot.fqn)
         modules[slot.fqn] = slot.module
-    once = {id(modules[block.fqn]): modules[block.fqn] for block in blocks}
+    once = {id(modules[fqn]): modules[fqn] for fqn in blocks}
     return [_Unit(module, tuple(places[key])) for key, module in once.items()]
 
 
