@@ -91,17 +91,18 @@ def launch(
     nproc: int | None = None,
     threads: int | None = None,
     grace_s: float = 120.0,
+    time_limit_s: float | None = None,
     module: str = "lowtide",
 ) -> LaunchResult:
     """Run ``python -m <module> <arguments>`` on every rank and wait until every process is gone.
 
     Call it from the main thread. ``threads`` is OMP_NUM_THREADS for each rank (None: what is set, else an
     equal share of the cores). After a signal the ranks have ``grace_s`` to save; Ctrl-C twice ends them at
-    once.
+    once. What is not done within ``time_limit_s`` is ended.
     """
     count = choose_nproc(nproc)
     with tempfile.TemporaryDirectory(prefix="lowtide-launch-") as home, _signals() as caught:
-        job = _Job(Path(home), count, grace_s, caught)
+        job = _Job(Path(home), count, grace_s, time_limit_s, caught)
         try:
             job.start([module, *arguments], _environment(home, count, threads))
             job.wait()
@@ -115,13 +116,15 @@ def launch(
 class _Job:
     """One launch: its child, its folder, and what was told to whom."""
 
-    def __init__(self, home: Path, nproc: int, grace_s: float, caught: list[int]) -> None:
+    def __init__(self, home: Path, nproc: int, grace_s: float, time_limit_s: float | None, caught: list[int]) -> None:
         self._home = home
         self._nproc = nproc
         self._grace_s = grace_s
+        self._time_limit_s = time_limit_s
         self._caught = caught
         self._told: set[int] = set()
         self._gave_up = False
+        self._out_of_time = False
         self._agent: subprocess.Popen[bytes] | None = None
 
     def start(self, command: list[str], environ: dict[str, str]) -> None:
@@ -137,9 +140,13 @@ class _Job:
     def wait(self) -> None:
         assert self._agent is not None
         deadline: float | None = None
+        limit = None if self._time_limit_s is None else time.monotonic() + self._time_limit_s
         while self._agent.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._agent.wait(_POLL_S)
+            if limit is not None and time.monotonic() >= limit:
+                self._out_of_time = True
+                return
             if not self._caught:
                 continue
             deadline = deadline or time.monotonic() + self._grace_s
@@ -182,6 +189,8 @@ class _Job:
         return [report["pid"] for report in self._reports().values() if not report["ended"]]
 
     def judge(self) -> Verdict:
+        if self._out_of_time:
+            return Verdict(1, "failed", f"not done within {self._time_limit_s:g} s, and ended", None, "OutOfTime")
         agent: dict[str, Any] = {}
         with contextlib.suppress(InputError):
             agent = read_json(self._home / REPORT)
