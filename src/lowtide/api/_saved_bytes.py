@@ -7,12 +7,13 @@ what a rule names and backward never needs is known after its first recompute; s
 the one that is counted, as in every step of a training run but the first.
 
 Limits: models whose forward depends on values of tensors (most routers that gather tokens by expert) cannot run on
-fake tensors, which is an error that says so; kernels are those of the CPU.
+fake tensors, which is an error that says so; kernels are those of the CPU; positions of a Hugging Face model are taken
+to be one sequence a row.
 """
 
 from __future__ import annotations
 
-import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -116,12 +117,14 @@ def saved_bytes(
         def column(name: str, policy: NoPolicy | LayerPolicy) -> SavedColumn:
             return _column(name, policy, model, lambda: (forward or _call)(model, inputs), blocks)
 
-        columns = [column("none", NoPolicy())]
-        if not any(name == "full" for name, _ in named):
-            # Shown for comparison only: nobody asked for it, so a model that refuses it is no error.
-            with suppress(PolicyError):
-                columns.append(column("full", Full()))
-        columns += [column(name, policy) for name, policy in named]
+        # Only now: a library that the model comes from may have been imported by build().
+        with _plain_positions():
+            columns = [column("none", NoPolicy())]
+            if not any(name == "full" for name, _ in named):
+                # Shown for comparison only: nobody asked for it, so a model that refuses it is no error.
+                with suppress(PolicyError):
+                    columns.append(column("full", Full()))
+            columns += [column(name, policy) for name, policy in named]
     return SavedBytes(tuple(blocks), tuple(columns))
 
 
@@ -143,6 +146,25 @@ def _casts_allowed(mode: FakeTensorMode) -> Generator[None]:
         yield
     finally:
         torch.utils.swap_tensors = original
+
+
+@contextmanager
+def _plain_positions() -> Generator[None]:
+    """Let Hugging Face models take the path of eager code.
+
+    To find packed sequences they look into the values of positions, and assume the worst under fake tensors: a mask
+    then stands in every block, and key and value heads are repeated, which real runs do not do (transformers 5).
+    """
+    module = sys.modules.get("transformers.masking_utils")
+    original = getattr(module, "find_packed_sequence_indices", None)
+    if module is None or original is None:
+        yield
+        return
+    vars(module)["find_packed_sequence_indices"] = lambda position_ids: None
+    try:
+        yield
+    finally:
+        vars(module)["find_packed_sequence_indices"] = original
 
 
 def _named(policies: Sequence[NoPolicy | LayerPolicy]) -> list[tuple[str, NoPolicy | LayerPolicy]]:
@@ -206,11 +228,12 @@ def _call(model: nn.Module, inputs: Any) -> object:
 
 
 def _table(saved: SavedBytes) -> str:
-    """One line for each run of blocks with the same numbers, then the rest and the total."""
+    """One line for all blocks with the same numbers, then the rest and the total."""
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for i, name in enumerate(saved.blocks):
+        alike.setdefault(tuple(column.block_bytes[i] for column in saved.columns), []).append(name)
     lines = [["saved bytes a block", *(column.policy for column in saved.columns)]]
-    rows = zip(saved.blocks, zip(*(column.block_bytes for column in saved.columns), strict=True), strict=False)
-    for numbers, group in itertools.groupby(rows, key=lambda row: row[1]):
-        lines.append([compress_names([name for name, _ in group]), *map(format_bytes, numbers)])
+    lines += [[compress_names(names), *map(format_bytes, numbers)] for numbers, names in alike.items()]
     lines.append(["outside of blocks", *(format_bytes(column.rest_bytes) for column in saved.columns)])
     lines.append(["all together", *(format_bytes(column.total_bytes) for column in saved.columns)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
