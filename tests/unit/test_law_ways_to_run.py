@@ -267,9 +267,9 @@ def _process_wide_state_unchanged():
             "checkpoint": ck.checkpoint,
             "call": nn.Module.__call__,
             "getattr": nn.Module.__getattr__,
-            "functorch": torch._functorch.config.shallow_copy_dict(),
-            "inductor": torch._inductor.config.shallow_copy_dict(),
-            "dynamo": torch._dynamo.config.shallow_copy_dict(),
+            "functorch": torch._functorch.config.get_config_copy(),
+            "inductor": torch._inductor.config.get_config_copy(),
+            "dynamo": torch._dynamo.config.get_config_copy(),
             "modes": torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
         }
 

@@ -1,0 +1,189 @@
+"""Mixture of experts: ties that resolve otherwise in recompute send tokens to another expert."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.errors import RecomputeError
+from tests.helpers import law, models, ops
+from tests.helpers.families import FULL, SELECTIVE, both, spec_step
+from tests.helpers.models import Spec
+
+SPEC = Spec(feed="moe", layers=2)
+step = partial(spec_step, spec=SPEC)
+
+
+class Flipping(models.MoE):
+    """Scores tie but for a jitter whose sign changes with every call of the router."""
+
+    flips = 0.5
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.jitter = Jitter()
+
+    def scores(self, x: Tensor) -> Tensor:
+        return super().scores(x) * 0.01 + self.jitter(x, self.flips)
+
+
+class Jitter(nn.Module):
+    """Not part of the model's mathematics: what differs between two runs of a kernel with the same inputs."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, share: float) -> Tensor:
+        Jitter.calls += 1
+        sign = 1.0 if Jitter.calls % 2 else -1.0
+        flipped = (torch.arange(x.shape[0]) < share * x.shape[0]).to(x.dtype)
+        return torch.outer(torch.where(flipped > 0, sign, 1.0), torch.tensor([3.0, 1.0, -1.0, -3.0]))
+
+
+def _build(share: float) -> nn.Module:
+    model = models.build(SPEC)
+    torch.manual_seed(1)
+    for block in model.layers:
+        block.feed = Flipping(SPEC)
+        block.feed.flips = share
+    return model
+
+
+def _run(model: nn.Module, i: int) -> Tensor:
+    Jitter.calls = 0
+    tokens = models.tokens(SPEC, step=i)
+    logits = model(tokens)
+    # An even number of calls in forward: recompute of every block sees the other sign than forward did.
+    Jitter.calls = 1
+    loss = models.loss_of(logits, tokens)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@both
+def test_a_router_that_flips_in_recompute_changes_nothing(policy, share):
+    law.assert_law(partial(_build, share), _run, policy, steps=2)
+
+
+@both
+def test_topk_runs_once(policy):
+    plain, model = models.build(SPEC), models.build(SPEC)
+    lowtide.apply(model, policy)
+    tokens = models.tokens(SPEC)
+    again = ops.ran_again(lambda: models.loss_of(plain(tokens), tokens), lambda: models.loss_of(model(tokens), tokens))
+    assert again["aten.topk.default"] == 0
+    assert again["aten.mm.default"] > 0
+
+
+def route(name: str, scores: Tensor) -> Tensor:
+    """The chosen expert of each token by one of the operators that route."""
+    match name:
+        case "topk":
+            return scores.topk(1, dim=-1).indices[:, 0]
+        case "argmax":
+            return scores.argmax(-1)
+        case "argmin":
+            return (-scores).argmin(-1)
+        case "sort":
+            return scores.sort(-1, descending=True).indices[:, 0]
+        case "argsort":
+            return scores.argsort(-1, descending=True)[:, 0]
+        case "bucketize":
+            return torch.bucketize(scores[:, 0], torch.tensor([-0.5, 0.0, 0.5]))
+        case "searchsorted":
+            return torch.searchsorted(torch.tensor([-0.5, 0.0, 0.5]), scores[:, 0])
+        case "max":
+            return scores.max(-1).indices
+    raise AssertionError(name)
+
+
+class Routed(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.jitter = Jitter()
+        self.experts = nn.Parameter(torch.randn(4, 32, 32) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 32)
+        chosen = route(self.name, self.jitter(flat, 1.0))
+        return x + torch.einsum("td,tde->te", flat, self.experts[chosen]).view_as(x).tanh()
+
+
+@pytest.mark.parametrize("name", ["topk", "argmax", "argmin", "sort", "argsort", "bucketize", "searchsorted", "max"])
+def test_every_operator_that_routes_is_decided_once(name):
+    def build() -> nn.Module:
+        model = models.build(SPEC)
+        torch.manual_seed(2)
+        model.layers = nn.ModuleList(nn.Sequential(Routed(name), nn.RMSNorm(32)) for _ in range(2))
+        return model
+
+    control = law.check_control(build, _run, steps=2)
+    try:
+        found = law.run_steps(build, _run, FULL, steps=2)
+    except RecomputeError:
+        return
+    assert law.differences(control, found) == []
+
+
+def _experts_on_two_ranks(policy: Any) -> list[str]:
+    """Expert parallel: rows go to the rank of their expert and come back; sizes depend on the routing."""
+
+    class Exchange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+            ctx.sizes = (sent, received)
+            out = x.new_empty(sum(received), x.shape[1])
+            dist.all_to_all_single(out, x.contiguous(), received, sent)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            sent, received = ctx.sizes
+            out = grad.new_empty(sum(sent), grad.shape[1])
+            dist.all_to_all_single(out, grad.contiguous(), sent, received)
+            return out, None, None
+
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(32, 2, bias=False)
+            self.expert = models.SwiGLU(SPEC)
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.reshape(-1, 32)
+            weight, chosen = self.router(flat).softmax(-1).topk(1, dim=-1)
+            order = chosen[:, 0].argsort(stable=True)
+            counts = torch.bincount(chosen[:, 0], minlength=2)
+            theirs = torch.empty_like(counts)
+            dist.all_to_all_single(theirs, counts)
+            sent, received = counts.tolist(), theirs.tolist()
+            rows = Exchange.apply(flat[order], sent, received)
+            back = Exchange.apply(self.expert(rows), received, sent)
+            return x + (torch.zeros_like(flat).index_add(0, order, back) * weight).view_as(x)
+
+    def build() -> nn.Module:
+        torch.manual_seed(5)
+        model = models.build(SPEC)
+        model.layers = nn.ModuleList(Parallel() for _ in range(2))
+        return model
+
+    def run(model: nn.Module, i: int) -> Tensor:
+        tokens = models.tokens(SPEC, step=i, seed=100 + dist.get_rank())
+        loss = models.loss_of(model(tokens), tokens)
+        loss.backward()
+        return loss
+
+    control = law.check_control(build, run)
+    return law.differences(control, law.run_steps(build, run, policy))
+
+
+@pytest.mark.parametrize("policy", [FULL, SELECTIVE], ids=["full", "selective_op"])
+def test_experts_on_two_ranks_exchange_as_many_tokens_again(run_on, policy):
+    assert run_on(2, _experts_on_two_ranks, policy) == [[], []]
