@@ -103,14 +103,16 @@ def _load(config: LoadedConfig[TrainConfig] | TrainConfig | str | Path) -> Loade
 
 @contextlib.contextmanager
 def _switches(config: TrainConfig) -> Generator[None]:
-    """Set torch's process-wide switches for the run, and put them back."""
+    """Set torch's process-wide switches for the run, and put them back; warnings go to the log of their rank."""
     before = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True)
+    logging.captureWarnings(True)
     try:
         yield
     finally:
+        logging.captureWarnings(False)
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
 
 

@@ -1,0 +1,1 @@
+"""The command as people run it: processes of its own, what it prints, what it leaves, how it ends."""
