@@ -7,10 +7,15 @@
     config ─► build ─► parallelize ─► loop ─► events ─► tracking     ▼
     (training)                          └──────────► measurement ─► peak bytes, saved bytes
 
+    module, or a whole step ─► tracing (fake tensors: no GPU, no memory) ─► OpTrace, Estimate
+
     errors        the tree of errors
     units         bytes as people write them
+    records       OpTrace, Estimate: frozen values, JSON in and out                                     no torch
     policy/       kinds (tagged union) · match (globs on FQNs) · resolve (policy + blocks -> recipes)   no torch
+    prediction/   hardware (the table of devices)                                                       no torch
     ── torch starts here ──
+    tracing/      one block's operators, or a whole training step, under fake tensors, as a target device would run them
     regions/      the only code that changes a model: discover · operators · apply and remove · recompute
     measurement/  live bytes, saved bytes, the true peak of a step
     api/          the verbs, each joining the parts above
@@ -29,31 +34,38 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from lowtide.api import Applied, SavedBytes, apply, saved_bytes
+    from lowtide.api import Applied, SavedBytes, apply, saved_bytes, trace
     from lowtide.policy import EveryNthLayer, Full, NoPolicy, SelectiveOp, SomeLayers
+    from lowtide.records import Estimate, OpTrace
 
 _HOMES = {
     "Applied": "lowtide.api",
     "SavedBytes": "lowtide.api",
     "apply": "lowtide.api",
     "saved_bytes": "lowtide.api",
+    "trace": "lowtide.api",
     "EveryNthLayer": "lowtide.policy",
     "Full": "lowtide.policy",
     "NoPolicy": "lowtide.policy",
     "SelectiveOp": "lowtide.policy",
     "SomeLayers": "lowtide.policy",
+    "Estimate": "lowtide.records",
+    "OpTrace": "lowtide.records",
 }
 
 __all__ = [
     "Applied",
+    "Estimate",
     "EveryNthLayer",
     "Full",
     "NoPolicy",
+    "OpTrace",
     "SavedBytes",
     "SelectiveOp",
     "SomeLayers",
     "apply",
     "saved_bytes",
+    "trace",
 ]
 
 

@@ -10,26 +10,27 @@ import pytest
 
 import lowtide
 
-PURE = ["lowtide", "lowtide.errors", "lowtide.policy"]
+PURE = ["lowtide", "lowtide.errors", "lowtide.policy", "lowtide.prediction", "lowtide.records"]
 
 PUBLIC = [
     "Applied",
+    "Estimate",
     "EveryNthLayer",
     "Full",
     "NoPolicy",
+    "OpTrace",
     "SavedBytes",
     "SelectiveOp",
     "SomeLayers",
     "apply",
     "saved_bytes",
+    "trace",
 ]
 
 
 def _fresh(code: str) -> object:
     """Run code in a fresh process; what its last line prints, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -1,6 +1,7 @@
 """The verbs that people call, each joining the parts below."""
 
 from lowtide.api._saved_bytes import SavedBytes, SavedColumn, saved_bytes
+from lowtide.api._trace import trace
 from lowtide.regions import Applied, apply
 
-__all__ = ["Applied", "SavedBytes", "SavedColumn", "apply", "saved_bytes"]
+__all__ = ["Applied", "SavedBytes", "SavedColumn", "apply", "saved_bytes", "trace"]

@@ -1,0 +1,383 @@
+"""One block's operators under fake tensors: nothing is computed and nothing is allocated, whatever its size.
+
+    block, args ─► fake copies (shapes only) ─► forward under the recorder ─► backward with fake gradients ─► OpTrace
+
+Parameters, buffers and arguments are replaced by fake CPU tensors of the same form, so that a block on the meta
+device, on a GPU or made under fake tensors is traced alike; the module itself is not touched. What backward needs is
+what autograd packs (``saved_tensors_hooks``); a storage that is still alive after forward, without being packed,
+returned or given, is held by Python (a context of a custom function, a cache on the module), counts as saved
+too and is named as an assumption.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from lowtide.errors import UserError
+from lowtide.prediction import Device, find_device
+from lowtide.records import Environment, OpRecord, OpTrace, StorageRecord, TensorRecord
+from lowtide.tracing._flops import bytes_moved, flops_of, tensors
+from lowtide.tracing._modules import Modules, in_backward, running_node, sequence_number
+from lowtide.tracing._translate import AsOnTarget
+from lowtide.tracing._workspace import workspace_bytes
+
+aten = torch.ops.aten
+# Autograd detaches what it packs and what it collects: no work, no memory.
+_NOTHING = (aten.detach.default,)
+_LIFTS = (aten.lift_fresh.default, aten.lift.default)
+
+
+def environment() -> Environment:
+    """Say which versions made a record."""
+    return Environment(
+        torch=torch.__version__, python=platform.python_version(), lowtide=sys.modules["lowtide"].__version__
+    )
+
+
+def trace_block(
+    block: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: str | Device = "cpu",
+    threads: int = 1,
+) -> OpTrace:
+    """Trace forward and backward of ``block``; see ``lowtide.trace``."""
+    target = find_device(device)
+    mode = _mode_of(block, args, kwargs)
+    with torch.random.fork_rng(devices=[]), mode:
+        state = _fake_state(block, mode)
+        fake_args, fake_kwargs = tree_map_only(Tensor, _Copies(mode), (tuple(args), dict(kwargs or {})))
+        session = _Session(block, target, threads)
+        session.place(state, fake_args, fake_kwargs)
+        try:
+            session.run(state, fake_args, fake_kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise UserError(
+                f"{type(block).__name__} cannot be traced: its forward depends on the values of tensors "
+                f"({error}), and a trace has only shapes. Trace the parts around that operator, or replace a "
+                "router by one of fixed capacity"
+            ) from error
+    return session.finish()
+
+
+def _mode_of(block: nn.Module, args: Any, kwargs: Any) -> FakeTensorMode:
+    """Return the mode of a block made under fake tensors: two modes do not mix."""
+    found = [*block.parameters(), *block.buffers(), *tensors((args, kwargs))]
+    mode = next((t.fake_mode for t in found if isinstance(t, FakeTensor)), None)
+    return mode or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class _Copies:
+    """Makes fake CPU tensors of the same form, the same one for the same tensor."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        known = self._made.get(id(tensor))
+        if known is None:
+            known = self._made[id(tensor)] = (tensor, self._copy(tensor))
+        return known[1]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        wraps = hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, FakeTensor)
+        if tensor.layout is not torch.strided or wraps:
+            raise UserError(
+                f"a {type(tensor).__name__} of layout {tensor.layout} cannot be traced: give plain, unsharded "
+                "tensors (trace a block before fully_shard)"
+            )
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return made.requires_grad_(tensor.requires_grad)
+
+
+def _fake_state(block: nn.Module, mode: FakeTensorMode) -> dict[str, Tensor]:
+    copies = _Copies(mode)
+    state: dict[str, Tensor] = {}
+    for name, parameter in block.named_parameters(remove_duplicate=False):
+        state[name] = copies(parameter)
+    for name, buffer in block.named_buffers(remove_duplicate=False):
+        state[name] = copies(buffer)
+    return state
+
+
+@dataclass
+class _Storage:
+    """What is learned of a storage while the trace runs."""
+
+    ref: weakref.ref[torch.UntypedStorage]
+    id: int
+    nbytes: int
+    role: str
+    name: str | None = None
+    made_by: int | None = None
+    last_use: int | None = None
+    saved: bool = False
+    returned: bool = False
+    backward: bool = False
+
+
+@dataclass
+class _Storages:
+    """Numbers storages in the order in which they appear."""
+
+    found: list[_Storage] = field(default_factory=list["_Storage"])
+    _by_key: dict[int, _Storage] = field(default_factory=dict[int, "_Storage"])
+
+    def of(self, tensor: Tensor) -> _Storage | None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return None
+        known = self._by_key.get(id(storage))
+        return known if known is not None and known.ref() is storage else None
+
+    def add(self, tensor: Tensor, role: str, name: str | None = None) -> _Storage | None:
+        known = self.of(tensor)
+        if known is not None:
+            return known
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return None
+        made = _Storage(weakref.ref(storage), len(self.found), storage.nbytes(), role, name)
+        self.found.append(made)
+        self._by_key[id(storage)] = made
+        return made
+
+    def record(self, tensor: Tensor) -> TensorRecord:
+        known = self.of(tensor)
+        return TensorRecord(
+            storage=None if known is None else known.id,
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+            offset=int(tensor.storage_offset()),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+        )
+
+
+class _Session:
+    """One trace while it is made."""
+
+    def __init__(self, block: nn.Module, device: Device, threads: int) -> None:
+        self.block = block
+        self.device = device
+        self.threads = threads
+        self.target = AsOnTarget(device)
+        self.modules = Modules({module: name for name, module in block.named_modules()})
+        self.storages = _Storages()
+        self.ops: list[OpRecord] = []
+        self.saved: list[TensorRecord] = []
+        self.unknown_flops: dict[str, None] = {}
+        self.by_node: dict[int, int] = {}
+        self.assumptions: list[str] = []
+
+    def place(self, state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Number what is there before the block runs."""
+        parameters = {name for name, _ in self.block.named_parameters(remove_duplicate=False)}
+        for name, tensor in state.items():
+            self.storages.add(tensor, "parameter" if name in parameters else "buffer", name)
+        given = [(str(i), value) for i, value in enumerate(args)] + list(kwargs.items())
+        for name, value in given:
+            for tensor in tensors(value):
+                self.storages.add(tensor, "argument", name)
+        self._let_gradients_in(args, kwargs)
+
+    def _let_gradients_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = tensors((args, kwargs))
+        if any(t.requires_grad for t in inputs):
+            return
+        first = next((t for t in inputs if t.is_floating_point()), None)
+        if first is not None:
+            first.requires_grad_()
+            self.assumptions.append(
+                "no argument asked for gradients, so the first floating-point one was taken to, as in mid-model"
+            )
+
+    def run(self, state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run forward and backward under the recorder."""
+        with self.modules.following(), self.target, _Recorder(self), torch.enable_grad():
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                out = torch.func.functional_call(self.block, dict(state), args, kwargs)
+            results = tensors(out)
+            for tensor in results:
+                known = self.storages.of(tensor)
+                if known is not None:
+                    known.returned = True
+            out = None
+            self._find_held()
+            self._backward([t for t in results if t.requires_grad])
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if not in_backward():
+            known = self.storages.add(tensor, "constant")
+            if known is not None:
+                known.saved = True
+            self.saved.append(self.storages.record(tensor))
+        return tensor
+
+    def _find_held(self) -> None:
+        gc.collect()
+        held = [s for s in self.storages.found if s.role == "made" and not s.saved and not s.returned and s.ref()]
+        for storage in held:
+            storage.saved = True
+            made_by = "" if storage.made_by is None else f" made by {self.ops[storage.made_by].op}"
+            self.assumptions.append(
+                f"{storage.nbytes} bytes{made_by} stay alive after forward without being packed by autograd (a context "
+                "of a custom function, or a cache on the module): they count as saved"
+            )
+
+    def _backward(self, results: list[Tensor]) -> None:
+        if not results:
+            self.assumptions.append("no result needs gradients, so there is no backward")
+            return
+        gradients: list[Tensor] = []
+        for i, result in enumerate(results):
+            # Under the recorder this would be an operator of the block.
+            with torch.utils._python_dispatch._disable_current_modes(), result.fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
+                gradients.append(torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cpu"))
+            self.storages.add(gradients[-1], "argument", f"gradient of result {i}")
+        torch.autograd.backward(results, gradients)
+
+    def record(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, read: list[TensorRecord]
+    ) -> None:
+        """Write one operator down; ``read`` are its inputs as they were before."""
+        index, backward = len(self.ops), in_backward()
+        made, given = tensors(result), tensors((args, kwargs))
+        inputs = {known.id for t in given if (known := self.storages.of(t)) is not None}
+        written = _written(func, args, kwargs)
+        fresh = [t for t in made if self.storages.of(t) is None]
+        for tensor in fresh:
+            known = self.storages.add(tensor, "made")
+            if known is not None:
+                known.made_by, known.backward = index, backward
+        outputs = [known.id for t in made if (known := self.storages.of(t)) is not None]
+        view = bool(outputs) and not written and func not in _LIFTS and all(i in inputs for i in outputs)
+        for tensor in (*given, *made):
+            known = self.storages.of(tensor)
+            if known is not None:
+                known.last_use = index
+        node = running_node() if backward else None
+        flops = flops_of(func, args, kwargs, result, view=view)
+        if flops is None:
+            self.unknown_flops[str(func)] = None
+        self.ops.append(
+            OpRecord(
+                index=index,
+                op=str(func),
+                phase="backward" if backward else "forward",
+                module=self._module(node),
+                forward_op=None if node is None else self.by_node.get(node),
+                inputs=tuple(read),
+                outputs=tuple(self.storages.record(t) for t in made),
+                literals=_literals(func, args, kwargs),
+                view=view,
+                writes=tuple(sorted({k.id for t in written if (k := self.storages.of(t)) is not None})),
+                random=torch.Tag.nondeterministic_seeded in func.tags,
+                flops=flops,
+                bytes_moved=bytes_moved(func, args, kwargs, result, view=view),
+                workspace_bytes=workspace_bytes(func, args, self.device, threads=self.threads),
+                instead_of=self.target.instead_of or None,
+            )
+        )
+        if not backward:
+            self.by_node[sequence_number()] = index
+
+    def _module(self, node: int | None) -> str:
+        if self.modules.current is not None:
+            return self.modules.current
+        forward_op = None if node is None else self.by_node.get(node)
+        return "" if forward_op is None else self.ops[forward_op].module
+
+    def finish(self) -> OpTrace:
+        """Make the record."""
+        unknown = [
+            f"{op} has no FLOP formula: its work is unknown, not zero, and is left out of sums"
+            for op in self.unknown_flops
+        ]
+        return OpTrace(
+            block=type(self.block).__name__,
+            device=self.device.name,
+            ops=tuple(self.ops),
+            storages=tuple(
+                StorageRecord(
+                    id=s.id,
+                    nbytes=s.nbytes,
+                    role=s.role,  # pyright: ignore[reportArgumentType]
+                    name=s.name,
+                    made_by=s.made_by,
+                    last_use=s.last_use,
+                    saved=s.saved,
+                    returned=s.returned,
+                    backward=s.backward,
+                )
+                for s in self.storages.found
+            ),
+            saved=tuple(self.saved),
+            assumptions=(*self.assumptions, *self.target.assumptions, *unknown),
+            environment=environment(),
+        )
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operator below autograd and hands it to the session."""
+
+    def __init__(self, session: _Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("prim", "profiler") or func in _NOTHING:
+            return func(*args, **kwargs)
+        session = self._session
+        given = tensors((args, kwargs))
+        for tensor in given:
+            # What nobody named before: a constant that the block's Python holds.
+            session.storages.add(tensor, "constant")
+        read = [session.storages.record(t) for t in given]
+        result = session.target.result_of(func, func(*args, **kwargs))
+        if tensors(result) or given:
+            session.record(func, args, kwargs, result, read)
+        return result
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that the schema says are written."""
+    found: list[Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += tensors(value)
+    return found
+
+
+def _literals(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    names = [argument.name for argument in func._schema.arguments]
+    given = [*zip(names, args, strict=False), *kwargs.items()]
+    return ", ".join(f"{name}={_plain(value)}" for name, value in given if not tensors(value) and value is not None)
+
+
+def _plain(value: Any) -> str:
+    return str(list(value)) if isinstance(value, torch.Size | tuple) else str(value)
