@@ -115,8 +115,15 @@ def _ids() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.arange(32).view(2, 16)}
 
 
-@pytest.mark.parametrize("build", [_llama, _gpt2], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("build", "dtype"),
+    [
+        pytest.param(_llama, torch.float32, id="llama-fp32"),
+        pytest.param(_gpt2, torch.bfloat16, id="gpt2-bf16"),
+        pytest.param(_llama, torch.bfloat16, id="llama-bf16", marks=pytest.mark.full),
+        pytest.param(_gpt2, torch.float32, id="gpt2-fp32", marks=pytest.mark.full),
+    ],
+)
 def test_hugging_face_models_on_fake_equal_real(build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     # GPT-2 drops attention weights in training, and then the CPU has no fused attention.
     save = [{"op": "sdpa", "optional": True}, {"op": "matmul", "keep": "1/2"}]
