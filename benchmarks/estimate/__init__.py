@@ -1,0 +1,6 @@
+"""How close estimates of peak memory come to what happens: `python -m benchmarks.estimate` writes the table.
+
+grid       the cells: models x policies x shapes x precisions x processes, and a second grid drawn at random
+truth      one cell really run, its second step measured; no code shared with the prediction in one process
+__main__   both for every cell, and docs/reference/accuracy.md
+"""
