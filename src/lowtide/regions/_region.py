@@ -144,7 +144,9 @@ class Region:
         """Run forward: bare under ``no_grad``, else checkpointed."""
         module = self.module
         if not torch.is_grad_enabled():
-            return self._inner(module)(*args, **kwargs)
+            # Written out: dynamo, which comes here in evaluation, does not trace the making of a bound method.
+            bare = self.replaced
+            return type(module).forward(module, *args, **kwargs) if bare is None else bare(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._trace(module, args, kwargs)
         return self._run(module, args, kwargs)
