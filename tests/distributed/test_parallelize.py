@@ -174,10 +174,13 @@ def _shared_block(policy: str) -> tuple[list[str], tuple[str, ...], bool, bool]:
     for rank, model in enumerate(models):
         loss_of(model, batch(rank)).backward()
     expected = mean_gradients(*models)
-    prepared = prepare(
+    places_named = {"kind": "full", "layers": ["layers.*", "again.only"]}
+    prepared = parallelize(
         _recurrent(),
-        sharding="fsdp2",
-        policy=policy,
+        policy=places_named if policy == "every place" else POLICIES[policy],
+        sharding=Fsdp2Config(),
+        precision=PrecisionConfig(),
+        device=CPU,
         compile_blocks=True,
         compile_options={"backend": "aot_eager", "fullgraph": True},
     )
@@ -190,7 +193,7 @@ def _shared_block(policy: str) -> tuple[list[str], tuple[str, ...], bool, bool]:
     return wrong, prepared.compiled, compiled, set(found) == set(expected)
 
 
-@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("policy", ["none", "every place"])
 def test_a_shared_block_is_compiled_and_sharded_once_for_all_its_places(run_on, policy):
     expected = ([], ("layers.0", "layers.2"), True, True)
     assert run_on(2, _shared_block, policy) == [expected, expected]
