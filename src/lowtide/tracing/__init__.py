@@ -5,10 +5,17 @@ _translate    the target's operators in place of the CPU's
 _modules      which module an operator belongs to
 _flops        operations and bytes of an operator
 _workspace    what kernels allocate inside
-_block        one block's operators            ──► OpTrace
+_libraries    libraries that would go another way under fake tensors
+_block        one block's operators                              ──► OpTrace
+_world        a process group of any size in one process
+_ledger       storages from making to death
+_step         a whole training step: what is alive, and what for
+_account      a ledger                                           ──► Estimate
 """
 
 from lowtide.tracing._attention import AttentionCall, choose_attention
 from lowtide.tracing._block import trace_block
+from lowtide.tracing._step import StepSetup, trace_step
+from lowtide.tracing._world import fake_building, fake_world
 
-__all__ = ["AttentionCall", "choose_attention", "trace_block"]
+__all__ = ["AttentionCall", "StepSetup", "choose_attention", "fake_building", "fake_world", "trace_block", "trace_step"]

@@ -34,6 +34,7 @@ from lowtide.errors import UserError
 from lowtide.prediction import Device, find_device
 from lowtide.records import Environment, OpRecord, OpTrace, StorageRecord, TensorRecord
 from lowtide.tracing._flops import bytes_moved, flops_of, tensors
+from lowtide.tracing._libraries import as_with_real_tensors
 from lowtide.tracing._modules import Modules, in_backward, running_node, sequence_number
 from lowtide.tracing._translate import AsOnTarget
 from lowtide.tracing._workspace import workspace_bytes
@@ -214,7 +215,8 @@ class _Session:
 
     def run(self, state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run forward and backward under the recorder."""
-        with self.modules.following(), self.target, _Recorder(self), torch.enable_grad():
+        libraries = as_with_real_tensors(self.target.assumptions)
+        with libraries, self.modules.following(), self.target, _Recorder(self), torch.enable_grad():
             with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 out = torch.func.functional_call(self.block, dict(state), args, kwargs)
             results = tensors(out)

@@ -28,6 +28,8 @@ class Modules:
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         self._names = {id(module): name for module, name in names.items()}
         self._running: list[tuple[int, str]] = []
+        self.on_enter: Callable[[nn.Module, Any], None] | None = None
+        """Called with a named module and its positional arguments."""
         self.on_leave: Callable[[nn.Module, Any], None] | None = None
         """Called with a named module and what its forward returned."""
 
@@ -54,6 +56,8 @@ class Modules:
         name = self._names.get(id(module))
         if name is not None:
             self._running.append((id(module), name))
+            if self.on_enter is not None:
+                self.on_enter(module, args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) not in self._names:
