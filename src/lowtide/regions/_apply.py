@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from lowtide.errors import RefusedError, listing
+from lowtide.errors import NothingMatchedError, RefusedError, listing
 from lowtide.policy import LayerPolicy, NoPolicy, RegionRecipe, parse_policy, resolve
 from lowtide.regions._discover import Candidate, find_candidates
 from lowtide.regions._names import slots
@@ -61,7 +62,7 @@ class Applied:
         for region in self.regions:
             module = region.module
             current = module.__dict__.get("forward")
-            if current is None:
+            if current is None or current is region.replaced:
                 continue
             if current is not region:
                 raise RefusedError(
@@ -110,7 +111,7 @@ def apply(model: nn.Module, policy: object) -> Applied:
     candidates = find_candidates(model, parsed.layers)
     resolution = resolve(parsed, [c.block for c in candidates])
     modules = {c.block.fqn: c.module for c in candidates}
-    aliases = _aliases(candidates)
+    aliases = _aliases(model, candidates)
     recipes = _one_per_module(resolution.regions, modules, aliases)
     for recipe in recipes:
         refuse_impossible(model, recipe, modules[recipe.block.fqn])
@@ -153,14 +154,18 @@ def _again(policy: NoPolicy | LayerPolicy, present: Mapping[int, Region], model:
             f"some blocks of this model carry a region already ({listing(r.fqn for r in regions)}) and others that the "
             "policy chooses do not: a block is shared with another model, or blocks were added. Call remove() first"
         )
-    return Applied(applied, len(_aliases(candidates)), tuple(regions))
+    return Applied(applied, len({id(c.module) for c in candidates}), tuple(regions))
 
 
-def _aliases(candidates: Sequence[Candidate]) -> dict[int, list[str]]:
-    """Map each module to the names of all its places."""
-    found: dict[int, list[str]] = {}
-    for c in candidates:
-        found.setdefault(id(c.module), []).append(c.block.fqn)
+def _aliases(model: nn.Module, candidates: Sequence[Candidate]) -> dict[int, list[str]]:
+    """Map each candidate's module to its places: those that are candidates, and those in any stack of the model."""
+    places = {c.block.fqn: c.module for c in candidates}
+    with contextlib.suppress(NothingMatchedError):
+        places |= {c.block.fqn: c.module for c in find_candidates(model)}
+    found: dict[int, list[str]] = {id(c.module): [] for c in candidates}
+    for slot in slots(model):
+        if slot.fqn in places and id(slot.module) in found:
+            found[id(slot.module)].append(slot.fqn)
     return found
 
 

@@ -1,7 +1,8 @@
 """Finds the blocks of a model: its repeated trainable layers, or what patterns name.
 
-A stack is a container (ModuleList, ModuleDict with numeric keys, Sequential) whose children are layers: modules
-with children of their own and parameters. The outermost stacks count; a list of experts inside a layer is part of
+A stack is a container (ModuleList, ModuleDict with numeric keys; Sequential, where it repeats a class) that holds
+layers: modules with children of their own and parameters. What else it holds (placeholders, norms) is left alone.
+The outermost stacks count; a list of experts inside a layer is part of
 that layer. Containers of containers (``groups.0.1``) are entered. Dictionaries with other keys (adapter registries)
 are no stacks. Torch calls neither ModuleList nor ModuleDict, so a region on one would never run.
 """
@@ -75,8 +76,6 @@ def _layers_of(module: nn.Module) -> list[tuple[int, str, nn.Module]]:
     if isinstance(module, nn.Sequential):
         kinds = Counter(_kind(c) for _, _, c in layers)
         layers = [entry for entry in layers if kinds[_kind(entry[2])] >= 2]
-    elif len(layers) < len(present):
-        return []
     trainable = any(p.requires_grad for _, _, c in layers for p in c.parameters())
     return layers if trainable else []
 

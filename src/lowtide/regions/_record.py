@@ -1,99 +1,50 @@
 """What a replayed region ran in forward: operators over numbered values.
 
-A *state* is the content of one storage between two writes. A tensor is a state and the way to look at it (size,
-stride, offset, dtype), so views are never recorded: one ``as_strided`` rebuilds any of them. A write makes a new
-state. What was made outside the region (arguments, parameters, buffers, constants) is *external* and is held by
+A *state* is the content of one storage between two writes. A tensor is a state and a *form*, the way to look at it
+(size, stride, offset, dtype), so views are never recorded: one ``as_strided`` rebuilds any of them. A write makes a
+new state. What was made outside the region (arguments, parameters, buffers, constants) is *external* and is held by
 reference, with its version. FSDP2 frees and refills the same storage and keeps the version, so its parameters need
 no special case (checked in torch 2.11 to 2.14).
 
 ``Recorder`` is a dispatch mode below autograd. ``saved_tensors_hooks`` around it turn what autograd packs into
 ``Slot``s that name a state. Storages are told apart by the address of their ``StorageImpl``; a weak reference on
 each keeps the address from being given out again while recording, and keeps no data.
+
+This code runs for every operator of every forward, and its time is the executor's cost. Hence plain tuples, one
+look-up for each operator, and ``func._op`` in the place of ``func``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.errors import RefusedError
-from lowtide.regions._operators import Trait, draws, traits, written_positions
-from lowtide.regions._tape import Plan, Witness, describe, generator_states, share
+from lowtide.errors import LowtideError, RefusedError
+from lowtide.regions._catalogue import Catalogue, Kind
+from lowtide.regions._held import Form, Held, Slot, copy_of_storage, version_only, without_cycle
+from lowtide.regions._operators import draws
+from lowtide.regions._schedule import Step
+from lowtide.regions._tape import Witness, generator_states, share
 
-__all__ = ["External", "Look", "Op", "Recorder", "Slot"]
+__all__ = ["Call", "Generators", "Recorder"]
 
+Place = Any
+"""Where a tensor stands among the arguments: a position, a name, or (position or name, index in a list)."""
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """A tensor as a state and the way to look at it. Offsets count elements of ``dtype`` from the storage's start."""
+Generators = tuple[list[tuple[str, torch.Tensor]], torch.Tensor | None]
+"""Where the default generators stood, and the one that the caller gave."""
 
-    state: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+Call = tuple[list[Any], dict[str, Any], list[tuple[Place, Form | None]], Generators | None]
+"""(arguments, keyword arguments, both with None in the place of tensors; where tensors stand and their forms, None
+for the form that the state was made with; generators of an operator that drew random numbers)."""
 
-
-@dataclass(slots=True)
-class External:
-    """A tensor from outside, as it was when the region first used it."""
-
-    tensor: torch.Tensor
-    version: int
-
-
-@dataclass(slots=True)
-class Op:
-    """One call. ``args`` and ``kwargs`` hold ``Look``s in the place of tensors, everything else as it was given."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    reads: tuple[int, ...]
-    """States that it reads, writes included."""
-    makes: tuple[tuple[int, int], ...]
-    """(position in the flat outputs, state) of storages that it makes."""
-    writes: tuple[tuple[int, int], ...]
-    """(state before, state after) of storages that it writes to."""
-    generators: list[tuple[str, torch.Tensor]] | None
-    """Where the generators stood before it, if it drew random numbers."""
-    own_generator: torch.Tensor | None = None
-    """State of the generator given by the caller."""
-
-
-class Slot:
-    """What autograd holds in the place of a tensor that it saved."""
-
-    __slots__ = ("__weakref__", "last", "look", "original", "record", "served")
-
-    def __init__(self, record: Any, look: Look, original: torch.Tensor | None) -> None:
-        self.record = record
-        self.look = look
-        self.original = original
-        self.served = False
-        self.last: weakref.ref[torch.Tensor] | None = None
-
-
-@dataclass
-class _Books:
-    """Everything that recording writes down."""
-
-    ops: list[Op | None] = field(default_factory=list[Op | None])
-    producer: dict[int, int] = field(default_factory=dict[int, int])
-    """State -> index of the operator that made it; externals have none."""
-    externals: dict[int, External] = field(default_factory=dict[int, External])
-    kept: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict[int, tuple[torch.Tensor, int]])
-    """State -> (tensor on its storage, version) of what the rules keep."""
-    copies: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    """State -> copy of an external's content, taken before the region wrote to it."""
-    slots: list[weakref.ref[Slot]] = field(default_factory=list[weakref.ref[Slot]])
-    saw_routing: bool = False
+_NOTHING: dict[str, Any] = {}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Recorder(TorchDispatchMode):
@@ -101,22 +52,39 @@ class Recorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, plan: Plan, witness: Witness, fqn: str, *, watch: bool) -> None:
+    def __init__(self, catalogue: Catalogue, witness: Witness, fqn: str, *, watch: bool) -> None:
         super().__init__()
-        self.plan = plan
+        self.catalogue = catalogue
         self.witness = witness
         self.fqn = fqn
         self.watch = watch
         """Whether to tell the witness which operators ran."""
-        self.books = _Books()
+        self.where = f"region {fqn}"
+        self.paused = False
         self.problem: str | None = None
+        self.steps: list[Step] = []
+        self.calls: list[Call] = []
+        self.forms: list[Form] = []
+        """State -> form of the tensor that it was made as."""
+        self.externals: dict[int, Held] = {}
+        self.kept: dict[int, Held] = {}
+        self.copies: dict[int, torch.Tensor] = {}
+        """State -> copy of an external's content, taken before the region wrote to it."""
+        self.slots: list[weakref.ref[Slot]] = []
+        self.saw_foreign = False
+        """Whether an operator ran that does not come with torch."""
+        self._kinds = catalogue.kinds
+        self._careful = watch
         self._current: dict[int, int] = {}
         self._pins: list[int] = []
-        self._states = 0
-        self._calls = [0] * len(plan.keeps)
+        self._counts = [0] * len(catalogue.plan.keeps)
+        self._packed = 0
+        """How many slots there were after the last operator."""
+        self._doubtful: list[tuple[Slot, Held, int]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
+        # Else every operator passes through a wrapper that switches dynamo off.
         return False
 
     @classmethod
@@ -132,192 +100,260 @@ class Recorder(TorchDispatchMode):
 
     # -- values ------------------------------------------------------------------------------------------------
 
-    def _new_state(self) -> int:
-        self._states += 1
-        return self._states - 1
+    def known(self, tensor: torch.Tensor) -> int:
+        """Return the state of a tensor's storage; -1 for one that the region never saw, or that has no storage."""
+        try:
+            state = self.state_of(tensor)
+        except NotImplementedError:
+            return -1
+        return -1 if state is None else state
 
-    def _pin(self, storage: torch.UntypedStorage, state: int) -> None:
+    def state_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the state of a tensor's storage; None for one that the region never saw."""
+        return self._current.get(tensor.untyped_storage()._cdata)
+
+    def _new_state(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> int:
+        state = len(self.forms)
+        form = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         self._pins.append(storage._weak_ref())  # pyright: ignore[reportArgumentType]
         self._current[storage._cdata] = state
+        self.forms.append(form)
+        return state
 
-    def state_of(self, tensor: torch.Tensor) -> int:
-        """Return the state of a tensor's storage; a storage not seen before is external."""
+    def _look(self, tensor: torch.Tensor, states: list[int]) -> Form | None:
+        """Note the state of an argument, and return its form where it is not the one that the state was made with."""
         storage = tensor.untyped_storage()
         state = self._current.get(storage._cdata)
         if state is None:
-            state = self._new_state()
-            self._pin(storage, state)
-            self.books.externals[state] = External(share(tensor), tensor._version)
-        return state
-
-    def look_at(self, tensor: torch.Tensor) -> Look:
-        """Describe a tensor."""
-        return Look(self.state_of(tensor), tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-    def _encode(self, value: Any, reads: list[int]) -> Any:
-        if isinstance(value, torch.Tensor):
-            look = self.look_at(value)
-            reads.append(look.state)
-            return look
-        if isinstance(value, list | tuple):
-            return type(value)(self._encode(v, reads) for v in value)
-        return value
+            state = self._new_state(storage, tensor)
+            self.externals[state] = Held(without_cycle(tensor), self.where)
+            states.append(state)
+            return None
+        states.append(state)
+        form = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return None if form == self.forms[state] else form
 
     # -- operators ---------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        trait = traits(func)
-        if trait & Trait.SKIPPED or self.problem is not None:
-            if self.problem is None and func.namespace in ("fsdp", "c10d"):
-                self.problem = f"{describe(func)} runs inside it"
-            return func(*args, **kwargs)
-        if self.watch:
-            self.witness.ran(func)
-        if trait & Trait.VIEW:
-            return func(*args, **kwargs)
-        self.problem = _unsupported(func, types, args)
-        if self.problem is not None:
-            return func(*args, **kwargs)
-        return self._record(func, trait, args, kwargs)
+        kind = self._kinds.get(id(func)) or self.catalogue.add(func)
+        if types or self._careful:
+            return self._carefully(kind, types, args, kwargs or _NOTHING)
+        if kind.free:
+            return kind.call(*args, **kwargs) if kwargs else kind.call(*args)
+        return self._record(kind, args, kwargs or _NOTHING)
 
-    def _record(self, func: OpOverload, trait: Trait, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reads: list[int] = []
-        saved_args = tuple(self._encode(a, reads) for a in args)
-        saved_kwargs = {k: self._encode(v, reads) for k, v in kwargs.items()} if kwargs else kwargs
-        generators = own = None
-        if trait & Trait.RANDOM and draws(func, args, kwargs):
-            self._check_random(func)
-            generators = generator_states([*args, *kwargs.values()])
-            given = kwargs.get("generator")
-            own = None if given is None else given.get_state()
-        written = self._before_writes(func, trait, args, kwargs)
-        out = func(*args, **kwargs)
-        books = self.books
-        index = len(books.ops)
-        writes = tuple(self._after_write(t, before, index) for t, before in written)
-        makes = self._makes(out, index)
-        books.ops.append(Op(func, saved_args, saved_kwargs, tuple(reads), makes, writes, generators, own))
-        if makes:
-            self._decide(func, trait, out, makes)
+    def _carefully(self, kind: Kind, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.paused:
+            return kind.call(*args, **kwargs)
+        if self.watch:
+            self.witness.ran(kind.func)
+            self.saw_foreign = self.saw_foreign or getattr(kind.func, "namespace", "") not in ("aten", "prims")
+        for subclass in types:
+            if subclass not in _PLAIN and not issubclass(subclass, torch._subclasses.FakeTensor):
+                self.give_up(f"{subclass.__name__} (a tensor subclass) goes through {kind!r}")
+        if self.problem is not None:
+            self._note_writes(kind, args, kwargs)
+            return kind.call(*args, **kwargs)
+        if kind.free:
+            return kind.call(*args, **kwargs)
+        return self._record(kind, args, kwargs)
+
+    @contextmanager
+    def pause(self) -> Generator[None]:
+        """Let operators through unrecorded: a backward that runs inside forward replays them."""
+        before = self.paused, self._careful
+        self.paused = self._careful = True
+        try:
+            yield
+        finally:
+            self.paused, self._careful = before
+
+    def give_up(self, problem: str) -> None:
+        """Stop recording; what was recorded stays right."""
+        self.problem = self.problem or problem
+        self._careful = True
+
+    def _note_writes(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """After recording has stopped, still see that nothing held is overwritten."""
+        if kind.writes:
+            try:
+                self._before_writes(kind, args, kwargs)
+            except (NotImplementedError, RuntimeError):
+                return
+
+    def _record(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        states: list[int] = []
+        reads: list[tuple[Place, Form | None]] = []
+        generators, written = None, ()
+        try:
+            rest = list(args)
+            for place, value in enumerate(args):
+                if isinstance(value, torch.Tensor):
+                    rest[place] = None
+                    reads.append((place, self._look(value, states)))
+                elif type(value) is list:
+                    rest[place] = self._look_into(place, value, states, reads)
+            named = self._look_at_named(kwargs, states, reads) if kwargs else kwargs
+            if kind.special:
+                if kind.refused:
+                    raise NotImplementedError(kind.refused)
+                generators = self._generators(kind, args, kwargs)
+                written = self._before_writes(kind, args, kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if isinstance(error, LowtideError):
+                raise
+            self.give_up(kind.refused or f"{kind!r}: {_first_line(error)}")
+            self._note_writes(kind, args, kwargs)
+            return kind.call(*args, **kwargs)
+        out = kind.call(*args, **kwargs)
+        writes = self._after_writes(written) if written else ()
+        self._packed = len(self.slots)
+        makes = self._make(kind, out)
+        self.steps.append((kind, tuple(states), makes, writes))
+        self.calls.append((rest, named, reads, generators))
+        if kind.decides and makes:
+            self._decide(kind, out, makes)
         return out
 
-    def _makes(self, out: Any, index: int) -> tuple[tuple[int, int], ...]:
-        if isinstance(out, torch.Tensor):
-            return self._make(0, out, index)
-        if isinstance(out, list | tuple):
-            found: list[tuple[int, int]] = []
+    def _look_into(
+        self, place: Place, values: list[Any], states: list[int], reads: list[tuple[Place, Form | None]]
+    ) -> list[Any]:
+        rest = list(values)
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                rest[i] = None
+                reads.append(((place, i), self._look(value, states)))
+        return rest
+
+    def _look_at_named(
+        self, kwargs: dict[str, Any], states: list[int], reads: list[tuple[Place, Form | None]]
+    ) -> dict[str, Any]:
+        rest = dict(kwargs)
+        for name, value in kwargs.items():
+            if isinstance(value, torch.Tensor):
+                rest[name] = None
+                reads.append((name, self._look(value, states)))
+            elif type(value) is list:
+                rest[name] = self._look_into(name, value, states, reads)
+        return rest
+
+    def _make(self, kind: Kind, out: Any) -> tuple[tuple[int, int], ...]:
+        """Number the storages that an operator made."""
+        try:
+            if isinstance(out, torch.Tensor):
+                storage = out.untyped_storage()
+                return () if storage._cdata in self._current else ((0, self._new_state(storage, out)),)
+            if not isinstance(out, list | tuple):
+                return ()
+            makes: list[tuple[int, int]] = []
             for position, value in enumerate(out):
                 if isinstance(value, torch.Tensor):
-                    found += self._make(position, value, index)
-            return tuple(found)
-        return ()
-
-    def _make(self, position: int, value: torch.Tensor, index: int) -> tuple[tuple[int, int], ...]:
-        storage = value.untyped_storage()
-        if storage._cdata in self._current:
+                    storage = value.untyped_storage()
+                    if storage._cdata not in self._current:
+                        makes.append((position, self._new_state(storage, value)))
+            return tuple(makes)
+        except (NotImplementedError, RuntimeError) as error:
+            self.give_up(f"the output of {kind!r}: {_first_line(error)}")
             return ()
-        state = self._new_state()
-        self._pin(storage, state)
-        self.books.producer[state] = index
-        return ((position, state),)
 
     def _before_writes(
-        self, func: OpOverload, trait: Trait, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[tuple[torch.Tensor, int]]:
         """Find what a call writes to; copy externals first, since replay must start from what they were."""
-        positions = written_positions(func)
-        if not positions:
-            return []
         found: list[tuple[torch.Tensor, int]] = []
-        for position, name in positions:
+        for position, name in kind.writes:
             target = args[position] if position < len(args) else kwargs.get(name)
             for tensor in target if isinstance(target, list | tuple) else (target,):
                 if not isinstance(tensor, torch.Tensor):
                     continue
                 before = self.state_of(tensor)
-                self.books.kept.pop(before, None)
-                if before in self.books.externals and before not in self.books.copies:
-                    self.books.copies[before] = whole_storage(tensor).clone()
+                if before is None:
+                    continue
+                self.kept.pop(before, None)
+                if before in self.externals:
+                    self.copies[before] = copy_of_storage(self.externals.pop(before).tensor)
                 found.append((tensor, before))
         return found
 
-    def _after_write(self, tensor: torch.Tensor, before: int, index: int) -> tuple[int, int]:
-        after = self._new_state()
-        self._current[tensor.untyped_storage()._cdata] = after
-        self.books.producer[after] = index
-        return before, after
+    def _after_writes(self, written: Sequence[tuple[torch.Tensor, int]]) -> tuple[tuple[int, int], ...]:
+        writes: dict[int, int] = {}
+        self.settle()
+        recent = [slot for ref in self.slots[self._packed :] if (slot := ref()) is not None]
+        for tensor, before in written:
+            if before not in writes:
+                after = writes[before] = len(self.forms)
+                self.forms.append(self.forms[before])
+                self._current[tensor.untyped_storage()._cdata] = after
+                self._doubtful += [(s, version_only(tensor, self.where), after) for s in recent if s.state == before]
+        return tuple(writes.items())
 
-    def _decide(self, func: OpOverload, trait: Trait, out: Any, makes: Sequence[tuple[int, int]]) -> None:
+    def settle(self) -> None:
+        """Find out what autograd saved before a write: the content after it, where the write counts no version.
+
+        Autograd saves the noise of ``rrelu`` before the kernel fills it in; a usual write in place moves the version.
+        """
+        for slot, held, after in self._doubtful:
+            if held.tensor._version == held.version:
+                slot.state = after
+        self._doubtful.clear()
+
+    def _decide(self, kind: Kind, out: Any, makes: Sequence[tuple[int, int]]) -> None:
         """Keep the outputs that a rule names, and routing results."""
-        rule = self.plan.table.get(func)
-        if rule is None:
-            if not trait & Trait.ROUTING:
-                return
-            self.books.saw_routing = True
-        else:
-            call = self._calls[rule]
-            self._calls[rule] = call + 1
+        rule = kind.rule
+        if rule is not None:
+            call = self._counts[rule]
+            self._counts[rule] = call + 1
             if call == 0:
                 self.witness.matched(rule)
-            if not self.plan.keeps[rule](call):
+            if not self.catalogue.plan.keeps[rule](call):
                 return
         values = (out,) if isinstance(out, torch.Tensor) else out
         for position, state in makes:
-            tensor = share(values[position])
-            self.books.kept[state] = (tensor, tensor._version)
+            self.kept[state] = Held(share(values[position]), self.where)
 
-    def _check_random(self, func: Any) -> None:
-        if self.plan.preserve_rng or self.plan.allow_inexact:
-            return
-        raise RefusedError(
-            f"region {self.fqn}: {describe(func)} draws random numbers and preserve_rng is off: backward would draw "
-            "others, and the gradients would belong to another sample than the loss. Remove preserve_rng: false, or "
-            "set allow_inexact: true"
-        )
+    def _generators(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generators | None:
+        if not kind.draws or not draws(kind.func, args, kwargs):
+            return None
+        plan = self.catalogue.plan
+        if not plan.preserve_rng and not plan.allow_inexact:
+            raise RefusedError(
+                f"region {self.fqn}: {kind!r} draws random numbers and preserve_rng is off: backward would draw "
+                "others, and the gradients would belong to another sample than the loss. Remove preserve_rng: false, "
+                "or set allow_inexact: true"
+            )
+        given = kwargs.get("generator")
+        return generator_states([*args, *kwargs.values()]), None if given is None else given.get_state()
 
     # -- what autograd saves -----------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor, record: Any, *, keep_original: bool) -> Any:
-        """Turn what autograd saves into a slot, or, for what comes from outside, into the tensor with its version."""
-        if self.problem is None and (tensor.dtype.is_complex or not is_plain(tensor)):
-            self.problem = f"autograd saves a {type(tensor).__name__} of {tensor.dtype}"
-        if self.problem is not None:
-            return External(tensor, tensor._version)
-        state = self._current.get(tensor.untyped_storage()._cdata)
-        if state is None or state in self.books.externals:
-            return External(tensor, tensor._version)
-        look = Look(state, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        slot = Slot(record, look, tensor.detach() if keep_original else None)
-        self.books.slots.append(weakref.ref(slot))
+    def slot_for(self, tensor: torch.Tensor, record: Any, *, keep_original: bool) -> Slot | None:
+        """Return a slot for what autograd saves; None for what must be held as it is."""
+        if self.problem is not None or not (type(tensor) is torch.Tensor or is_plain(tensor)):
+            if self.problem is None:
+                self.give_up(f"autograd saves a {type(tensor).__name__} of layout {tensor.layout}")
+            return None
+        try:
+            state = self._current.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:
+            self.give_up(f"autograd saves a tensor of layout {tensor.layout}")
+            return None
+        if state is None or state in self.externals:
+            return None
+        form = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        if form == self.forms[state]:
+            form = None
+        slot = Slot(record, state, form, Held(tensor, self.where) if keep_original else None)
+        self.slots.append(weakref.ref(slot))
         return slot
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a strided one of no subclass that changes what operators do."""
-    kind = type(tensor)
-    ordinary = kind is torch.Tensor or kind is torch.nn.Parameter or isinstance(tensor, torch._subclasses.FakeTensor)
-    return ordinary and tensor.layout is torch.strided
+    """Whether a tensor is of no subclass that changes what operators do."""
+    return isinstance(tensor, torch.nn.Parameter | torch._subclasses.FakeTensor)
 
 
-def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements of a tensor's storage as a flat tensor of the same dtype."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return share(tensor).as_strided((count,), (1,), 0)
-
-
-def _unsupported(func: Any, types: Sequence[type], args: Sequence[Any]) -> str | None:
-    """Say why a call cannot be recorded; None where it can."""
-    if not isinstance(func, OpOverload):
-        return f"the higher-order operator {func} runs inside it"
-    if func.namespace == "_c10d_functional":
-        return f"the collective {describe(func)} runs inside it"
-    for kind in types:
-        if kind is not torch.nn.Parameter and not issubclass(kind, torch._subclasses.FakeTensor):
-            return f"{kind.__name__} (a tensor subclass) goes through {describe(func)}"
-    for value in args:
-        if isinstance(value, torch.Tensor) and (value.dtype.is_complex or value.layout is not torch.strided):
-            return f"{describe(func)} works on {value.dtype}, {value.layout}"
-    return None
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0][:200]

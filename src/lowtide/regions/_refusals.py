@@ -42,10 +42,14 @@ def _refuse_other_checkpointing(model: nn.Module, fqn: str, module: nn.Module) -
 
 def _is_wrapped(model: nn.Module, fqn: str, module: nn.Module) -> bool:
     from torch.distributed._composable import checkpoint as composable
+    from torch.distributed._composable.contract import STATE_KEY
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
     related = [module, *module.modules()]
-    if any(isinstance(m, CheckpointWrapper) or composable.state(m) is not None for m in related):
+    if any(isinstance(m, CheckpointWrapper) for m in related):
+        return True
+    # Asking for the state of a module that has none would put an attribute on it.
+    if any(STATE_KEY in m.__dict__ and composable.state(m) is not None for m in related):
         return True
     return any(
         isinstance(m, CheckpointWrapper) and any(inner is module for inner in m.modules()) for m in model.modules()

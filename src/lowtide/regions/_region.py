@@ -8,8 +8,8 @@ The first time that a region meets inputs of a form it records thoroughly: every
 to tensors from outside, changed buffers. Its first recompute is compared with all of that. Afterwards a region
 without saves runs plain, with no mode in the way; a region with saves keeps comparing operators and shapes.
 
-What forward changed must not change twice: buffers that it wrote (running statistics, counters) are swapped for
-copies of their values before forward while recompute runs. Arguments are taken apart before forward, so a block that
+What forward changed must not change twice: recompute runs with the buffers and attributes from before forward in
+place (``_state``). Arguments are taken apart before forward, so a block that
 assigns into a dictionary it was given starts recompute from what it was given (pytorch issue 178568).
 
 Limits: hooks on modules inside a region run again in recompute; a Python side effect in plain regions is caught only
@@ -23,21 +23,27 @@ import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from lowtide.errors import RefusedError
 from lowtide.policy import LayerPolicy, RegionRecipe
-from lowtide.regions._replay import run_replayed
+from lowtide.regions._replay import Replayer
 from lowtide.regions._session import Session
-from lowtide.regions._tape import Recording, Repeating, Tape, refuse_outside_writes
+from lowtide.regions._state import Before, StateWatch
+from lowtide.regions._tape import (
+    Recording,
+    Repeating,
+    Tape,
+    generator_states,
+    random_without_state,
+    refuse_outside_writes,
+)
 
 _MOST_FORMS = 256
 
@@ -77,7 +83,9 @@ class Region:
 
     def _forget(self) -> None:
         """Know nothing of any form of inputs."""
+        self.inside: list[nn.Module] | None = None
         self.facts: dict[Any, _Facts] = {}
+        self.replayer: Replayer | None = None
         self.replayed: set[Any] = set()
         self.not_replayed: dict[Any, str] = {}
 
@@ -177,26 +185,43 @@ class Region:
         invocation = _Invocation(self, module, args, kwargs, spec)
         if facts is None or not facts.verified:
             out = self._run_thoroughly(invocation, leaves, form)
-        elif facts.needs_tape:
-            invocation.remember_buffers(facts.changed_buffers)
-            out = self._checkpoint(invocation, leaves, Tape(thorough=False, unneeded=facts.unneeded))
         else:
-            invocation.remember_buffers(facts.changed_buffers)
-            out = checkpoint(invocation, *leaves, use_reentrant=False, preserve_rng_state=self.session.preserve_rng)
+            watch = StateWatch(self._modules(module), clone=facts.changed_buffers)
+            if facts.needs_tape:
+                out = self._checkpoint(invocation, leaves, Tape(thorough=False, unneeded=facts.unneeded))
+            else:
+                out = self._plain(invocation, leaves)
+            try:
+                invocation.before, _ = watch.changed(self.fqn)
+            except RefusedError:
+                del self.facts[form]
+                raise
         self.session.region_ended(self.fqn)
         return out
+
+    def _plain(self, invocation: _Invocation, leaves: list[Any]) -> Any:
+        """Run without a mode; random operators, which no mode sees here, are found by the generators' states."""
+        if self.session.preserve_rng or self.session.plan.allow_inexact:
+            return checkpoint(invocation, *leaves, use_reentrant=False, preserve_rng_state=self.session.preserve_rng)
+        before = generator_states(leaves)
+        out = checkpoint(invocation, *leaves, use_reentrant=False, preserve_rng_state=False)
+        after = generator_states(leaves)
+        if any(not torch.equal(a, b) for (_, a), (_, b) in zip(before, after, strict=True)):
+            raise RefusedError(random_without_state(self.fqn, "an operator"))
+        return out
+
+    def _modules(self, module: nn.Module) -> list[nn.Module]:
+        """List the region's modules, its own first; those below it are found once for each thorough pass."""
+        if self.inside is None:
+            self.inside = [m for m in module.modules() if m is not module]
+        return [module, *self.inside]
 
     def _replay(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any) -> Any:
         """Run forward on record; the first time, see whether it can be replayed."""
         inner = self._inner(module)
-        out, problem = run_replayed(
-            lambda: inner(*args, **kwargs),
-            plan=self.session.plan,
-            witness=self.session,
-            fqn=self.fqn,
-            verify=form not in self.replayed,
-            module=module,
-        )
+        if self.replayer is None:
+            self.replayer = Replayer(self.session.plan, self.session, self.fqn)
+        out, problem = self.replayer.run(lambda: inner(*args, **kwargs), module, verify=form not in self.replayed)
         if problem is None:
             self.replayed.add(form)
         else:
@@ -206,15 +231,15 @@ class Region:
 
     def _run_thoroughly(self, invocation: _Invocation, leaves: list[Any], form: Any) -> Any:
         """Record everything, and learn what later calls need."""
-        buffers = dict(invocation.module.named_buffers())
-        invocation.remember_buffers(buffers)
+        module, self.inside = invocation.module, None
+        watch = StateWatch(self._modules(module), clone=None)
+        storages = {b.untyped_storage()._cdata: name for name, b in module.named_buffers()}
         tape = Tape(thorough=True)
         invocation.learning = (form, tape)
         out = self._checkpoint(invocation, leaves, tape)
-        changed = invocation.keep_changed_buffers()
+        invocation.before, changed = watch.changed(self.fqn)
         plan = self.session.plan
         if not plan.allow_inexact:
-            storages = {b.untyped_storage()._cdata: name for name, b in buffers.items()}
             refuse_outside_writes(self.fqn, tape, storages, [t for t in leaves if isinstance(t, torch.Tensor)])
         if len(self.facts) >= _MOST_FORMS:
             self.facts.clear()
@@ -274,8 +299,8 @@ class _Invocation:
         self.inner = region._inner(module)
         self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.spec = spec
-        self.before: dict[str, torch.Tensor] = {}
-        self.versions: dict[str, int] = {}
+        self.before = Before()
+        self.recomputes = 0
         self.learning: tuple[Any, Tape] | None = None
 
     def __call__(self, *leaves: Any) -> Any:
@@ -283,8 +308,11 @@ class _Invocation:
             args, kwargs = self.given
             self.given = None
             return self.inner(*args, **kwargs)
+        self.recomputes += 1
+        if self.recomputes == 2:
+            self.region.session.tell_recomputed_twice(self.region.fqn)
         args, kwargs = self.spec.rebuild(leaves)
-        with _swapped_buffers(self.module, self.before):
+        with self.before.in_place():
             try:
                 out = self.inner(*args, **kwargs)
             except _StopRecomputationError:
@@ -298,77 +326,44 @@ class _Invocation:
         if self.learning is not None:
             self.region.recompute_ended(*self.learning)
 
-    def remember_buffers(self, names: Any) -> None:
-        """Copy buffers as they are before forward."""
-        for name in names:
-            buffer = _buffer(self.module, name)
-            if buffer is not None:
-                self.before[name] = buffer.detach().clone()
-                self.versions[name] = buffer._version
-
-    def keep_changed_buffers(self) -> tuple[str, ...]:
-        """Forget the copies of buffers that forward left as they were; name the others."""
-        for name in list(self.before):
-            buffer = _buffer(self.module, name)
-            if buffer is None or (buffer._version == self.versions[name] and _same_bits(buffer, self.before[name])):
-                del self.before[name]
-        return tuple(self.before)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
-        return False
-    if isinstance(a, torch._subclasses.FakeTensor) or a.is_meta:
-        return True
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _buffer(module: nn.Module, name: str) -> torch.Tensor | None:
-    path, _, leaf = name.rpartition(".")
-    return module.get_submodule(path)._buffers.get(leaf)
-
-
-@contextmanager
-def _swapped_buffers(module: nn.Module, values: Mapping[str, torch.Tensor]) -> Generator[None]:
-    """Put copies of ``values`` in the place of the module's buffers, and the buffers back at the end."""
-    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in values]
-    originals = [owner._buffers[leaf] for owner, leaf in places]
-    if places:
-        # The mode that follows the tape must not take these for the region's own operators.
-        with _disable_current_modes():
-            copies = [value.clone() for value in values.values()]
-    else:
-        copies = []
-    try:
-        for (owner, leaf), value in zip(places, copies, strict=True):
-            owner._buffers[leaf] = value
-        yield
-    finally:
-        for (owner, leaf), original in zip(places, originals, strict=True):
-            owner._buffers[leaf] = original
-
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """How leaves become arguments again, in fresh containers."""
+    """How leaves become arguments again, in fresh containers, as they were before forward."""
 
     tree: TreeSpec | None
     positional: int
     names: tuple[str, ...]
-    copied: tuple[int, ...]
-    """Leaves that are dataclasses: a shallow copy each, since a block may assign to their fields."""
+    objects: tuple[tuple[int, dict[str, Any] | None], ...]
+    """Leaves that are objects with attributes, and those attributes before forward; None where a copy was made."""
 
-    def rebuild(self, leaves: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(self, given: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return args and kwargs."""
-        if self.copied:
-            leaves = tuple(copy.copy(v) if i in self.copied else v for i, v in enumerate(leaves))
+        leaves = list(given)
+        for i, before in self.objects:
+            leaves[i] = _as_before(leaves[i], before)
         if self.tree is not None:
-            args, kwargs = tree_unflatten(list(leaves), self.tree)
+            args, kwargs = tree_unflatten(leaves, self.tree)
             return tuple(args), kwargs
-        return leaves[: self.positional], dict(zip(self.names, leaves[self.positional :], strict=True))
+        return tuple(leaves[: self.positional]), dict(zip(self.names, leaves[self.positional :], strict=True))
 
 
+def _as_before(value: Any, before: dict[str, Any] | None) -> Any:
+    """Return an object whose attributes are those from before forward: itself, if nothing was assigned to it."""
+    if before is None:
+        return copy.copy(value)
+    now = vars(value)
+    if len(now) == len(before) and all(now.get(k, _NOTHING) is v for k, v in before.items()):
+        return value
+    restored = copy.copy(value)
+    vars(restored).clear()
+    vars(restored).update(before)
+    return restored
+
+
+_NOTHING = object()
 _SIMPLE = (torch.Tensor, int, float, bool, str, type(None), torch.dtype, torch.device)
+_SHARED = (torch.Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
 
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Spec]:
@@ -377,9 +372,16 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
     if all(isinstance(v, _SIMPLE) for v in flat):
         return flat, _Spec(None, len(args), tuple(kwargs), ())
     leaves, tree = tree_flatten((args, kwargs))
-    copied = tuple(i for i, v in enumerate(leaves) if dataclasses.is_dataclass(v) and not isinstance(v, type))
-    leaves = [copy.copy(v) if i in copied else v for i, v in enumerate(leaves)]
-    return leaves, _Spec(tree, 0, (), copied)
+    objects: list[tuple[int, dict[str, Any] | None]] = []
+    for i, value in enumerate(leaves):
+        if isinstance(value, _SIMPLE + _SHARED):
+            continue
+        if hasattr(value, "__dict__"):
+            objects.append((i, dict(vars(value))))
+        elif dataclasses.is_dataclass(value):
+            leaves[i] = copy.copy(value)
+            objects.append((i, None))
+    return leaves, _Spec(tree, 0, (), tuple(objects))
 
 
 def _form(module: nn.Module, leaves: list[Any]) -> Any:

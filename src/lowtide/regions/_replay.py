@@ -2,366 +2,410 @@
 
 The built-in recompute runs a region's Python code a second time, with everything that is not saved, needed or not.
 Replay does not: hooks, counters and caches inside the region run once, and an operator runs again only if some
-value that backward asks for depends on it. When backward asks for the first value, the operators behind it run, in
-the order in which forward ran them, below autograd and with autocast off (casts are on the record); a value stays
-while another value that backward may still ask for, or an operator of it, needs it, so each operator runs once.
+value that backward asks for depends on it (``_schedule``). Operators run below autograd and with autocast off (casts
+are on the record).
 
 The first time that a region meets inputs of a form, all values are replayed at the end of its forward and compared,
-bit by bit, with what autograd saved. Where that fails, or the region holds something that cannot be recorded, this call
-keeps what autograd saved and later calls go to ``recompute``, and the report says why.
+bit by bit, with what autograd saved. Where that fails, or the region holds something that cannot be recorded, this
+call keeps what autograd saved and later calls go to ``recompute``, and the report says why.
 
-Every write to a tensor from outside is refused or copied before: autograd's own check of versions is off under
-hooks, so externals and kept values are checked here when they are used.
+Autograd's own check of versions is off under hooks, so externals, kept values and the region's outputs are checked
+here when they are used. What comes from outside goes through the saved-tensor hooks around the region, if there are
+any: a region inside another one then holds nothing that the outer one could drop.
+
+A record is held by the slots in autograd's graph and by nothing else, and refers to none of them; so all of it goes
+with the graph, without the cycle collector.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowtide.errors import RecomputeError
-from lowtide.regions._record import External, Look, Op, Recorder, Slot, whole_storage
-from lowtide.regions._tape import Plan, Witness, describe, generator_states, restore_generators
+from lowtide.regions._catalogue import Catalogue, Kind
+from lowtide.regions._held import Form, Held, Passed, Slot, copy_of_storage, version_only
+from lowtide.regions._record import Call, Generators, Recorder
+from lowtide.regions._schedule import Node, Run, Schedule
+from lowtide.regions._tape import Plan, Witness, generator_states, restore_generators
 
-__all__ = ["Record", "run_replayed"]
+__all__ = ["Record", "Replayer"]
+
+_MOST_SCHEDULES = 16
+
+Hooks = tuple[Callable[..., Any], Callable[..., Any]] | None
 
 
 class Record:
-    """One call of a region, from the end of forward until backward has taken everything."""
+    """One call of a region, until backward has taken everything."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.fqn = recorder.fqn
-        self._books = recorder.books
-        self._needed: list[int] = []
-        self._done: set[int] = set()
-        self._uses: dict[int, int] = {}
-        self._bases: dict[int, torch.Tensor] = {}
-        self._open = False
-        self._verifying = False
+        self._recorder: Recorder | None = recorder
+        """While forward runs."""
+        self._schedule: Schedule | None = None
+        self._calls: dict[int, Call] = {}
+        self._held: dict[int, Held | Passed] = {}
+        self._kept: dict[int, weakref.ref[Held | Passed]] = {}
+        self._slots: list[weakref.ref[Slot]] = []
+        self._watched: dict[int, list[Held]] = {}
+        """State -> versions of the region's outputs that share its storage."""
+        self._values: list[torch.Tensor | None] = []
+        """State -> what was replayed or fetched of it, as long as it is needed."""
+        self._node: Node | None = None
 
     # -- after forward -----------------------------------------------------------------------------------------
 
-    def prune(self) -> None:
-        """Forget what no saved value depends on: operators, externals, and values that a rule kept in vain."""
-        books = self._books
-        needed, states = self._closure(s.look.state for s in self._slots())
-        for index in range(len(books.ops)):
-            if index not in needed:
-                books.ops[index] = None
-        for held in (books.kept, books.externals, books.copies):
-            for state in [s for s in held if s not in states]:
-                del held[state]
+    def finish(self, slots: list[Slot], schedules: list[Schedule], hooks: Hooks) -> None:
+        """Take over from the recorder what a backward of these slots needs."""
+        recorder = self._recorder
+        assert recorder is not None
+        states = tuple([slot.state for slot in slots])
+        schedule = _find(schedules, recorder, states)
+        kept = {s: _pass(recorder.kept[s], hooks) for s in schedule.states & schedule.kept}
+        for index, (slot, keeps) in enumerate(zip(slots, schedule.keeps, strict=True)):
+            slot.index = index
+            if keeps:
+                slot.keeps = tuple([kept[s] for s in keeps])
+        self._schedule = schedule
+        self._slots = [weakref.ref(slot) for slot in slots]
+        self._calls = {index: recorder.calls[index] for index in schedule.needed}
+        self._kept = {s: weakref.ref(value) for s, value in kept.items()}
+        externals, copies = recorder.externals, recorder.copies
+        for state in schedule.outside:
+            held = externals[state] if state in externals else Held(copies[state], recorder.where)
+            self._held[state] = _pass(held, hooks)
+        self._values = [None] * len(recorder.forms)
 
-    def _slots(self) -> list[Slot]:
-        """Slots that autograd still holds."""
-        return [slot for ref in self._books.slots if (slot := ref()) is not None]
+    def watch(self, outputs: Any) -> None:
+        """Remember the versions of outputs that share storage with a value that backward may need."""
+        recorder, schedule = self._recorder, self._schedule
+        assert recorder is not None
+        assert schedule is not None
+        for tensor in _tensors(outputs):
+            state = recorder.known(tensor)
+            if state in schedule.watchable:
+                self._watched.setdefault(state, []).append(version_only(tensor, recorder.where))
 
-    def _closure(self, wanted: Iterable[int]) -> tuple[set[int], set[int]]:
-        """Return the operators and states that lead to the wanted states, from what is held."""
-        books = self._books
-        ops: set[int] = set()
-        seen: set[int] = set()
-        stack = list(wanted)
-        while stack:
-            state = stack.pop()
-            if state in seen:
-                continue
-            seen.add(state)
-            if state in books.kept or state not in books.producer:
-                continue
-            index = books.producer[state]
-            if index not in ops:
-                ops.add(index)
-                op = books.ops[index]
-                assert op is not None
-                stack.extend(op.reads)
-        return ops, seen
+    def forward_ended(self) -> None:
+        """Let go of the recorder."""
+        self._recorder = None
 
     # -- in backward -------------------------------------------------------------------------------------------
 
     def take(self, slot: Slot) -> torch.Tensor:
         """Return the value of a slot, replaying what it needs."""
-        if slot.original is not None:
-            return slot.original
-        if slot.last is not None and (again := slot.last()) is not None:
-            return again
-        if not self._open or slot.served:
-            self._begin()
-        value = self._value(slot)
-        slot.served = True
-        slot.last = weakref.ref(value)
-        self._release(slot.look.state)
+        schedule = self._schedule
+        if schedule is None:
+            return self._take_early(slot)
+        node = self._node
+        if node is None or slot.index in node.served:
+            node = self._begin(schedule)
+        found = node.next.get(slot.index) or schedule.after(node, slot.index)
+        values = self._values
+        try:
+            if found.runs:
+                self._execute(found.runs)
+            value = values[slot.state]
+            if value is None:
+                value = self._fetch(slot.state)
+        except BaseException:
+            self._close()
+            raise
+        if self._watched:
+            self._check_outputs(slot.state)
+        for state in found.frees:
+            values[state] = None
+        self._node = found
+        if slot.form is not None:
+            value = _look(value, slot.form)
+        if _graph_is_freed():
+            # A function may read its saved tensors twice; the slot goes right after it has run.
+            slot.value = value
         return value
 
-    def _begin(self) -> None:
-        """Plan an epoch: all slots that autograd still holds may be asked for, each once."""
-        slots = self._slots()
-        for slot in slots:
-            slot.served = False
-        self._bases.clear()
-        self._done.clear()
-        ops, _ = self._closure(s.look.state for s in slots)
-        self._uses = {}
-        for slot in slots:
-            self._count(slot.look.state)
-        for index in ops:
-            op = self._books.ops[index]
-            assert op is not None
-            for state in op.reads:
-                self._count(state)
-        self._open = True
+    def _take_early(self, slot: Slot) -> torch.Tensor:
+        """Answer a backward that runs inside forward."""
+        recorder = self._recorder
+        assert recorder is not None
+        record = Record(recorder)
+        again = Slot(record, slot.state, slot.form, None)
+        with recorder.pause():
+            record.finish([again], [], None)
+            return record.take(again)
 
-    def _count(self, state: int) -> None:
-        self._uses[state] = self._uses.get(state, 0) + 1
+    def _begin(self, schedule: Schedule) -> Node:
+        """Start anew: all slots that autograd still holds may be asked for, each once."""
+        self._close()
+        return schedule.root(tuple([slot.index for ref in self._slots if (slot := ref()) is not None]))
 
-    def _value(self, slot: Slot) -> torch.Tensor:
-        state = slot.look.state
-        if state in self._bases or state in self._books.kept:
-            return _view(self._base(state), slot.look)
-        pending = sorted(i for i in self._behind(state) if i not in self._done)
+    def _close(self) -> None:
+        self._node = None
+        self._values = [None] * len(self._values)
+
+    def _fetch(self, state: int) -> torch.Tensor:
+        """Return a tensor on the storage of a state that is held."""
+        held = self._held.get(state)
+        if held is None:
+            kept = self._kept[state]()
+            assert kept is not None, "a slot holds the kept values that it depends on"
+            held = kept
+            if self._watched:
+                self._check_outputs(state)
+        value = self._values[state] = held.get()
+        return value
+
+    def _check_outputs(self, state: int) -> None:
+        for held in self._watched.get(state, ()):
+            held.get()
+
+    def _execute(self, runs: Iterable[Run]) -> None:
+        values, calls, schedule = self._values, self._calls, self._schedule
+        assert schedule is not None
+        steps = schedule.steps
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-            for index in pending:
-                self._run(index)
-        return _view(self._base(state), slot.look)
+            for run in runs:
+                for before, after, copied in run.writes:
+                    base = values[before]
+                    if base is None:
+                        base = self._fetch(before)
+                    values[after] = copy_of_storage(base) if copied else base
+                call = calls[run.index]
+                args, kwargs = self._arguments(call, run.sources)
+                kind: Kind = steps[run.index][0]
+                generators = call[3]
+                if generators is None:
+                    out = kind.call(*args, **kwargs)
+                else:
+                    out = _call_random(kind, args, kwargs, generators)
+                for position, state in run.stores:
+                    values[state] = out if isinstance(out, torch.Tensor) else out[position]
+                for state in run.frees:
+                    values[state] = None
 
-    def _behind(self, state: int) -> set[int]:
-        """Operators to run for a state, from what is held or was replayed already."""
-        books = self._books
-        ops: set[int] = set()
-        stack = [state]
-        while stack:
-            current = stack.pop()
-            if current in self._bases or current in books.kept or current not in books.producer:
-                continue
-            index = books.producer[current]
-            if index not in ops:
-                ops.add(index)
-                op = books.ops[index]
-                assert op is not None
-                stack.extend(op.reads)
-        return ops
+    def _arguments(self, call: Call, sources: tuple[int, ...]) -> tuple[list[Any], Mapping[str, Any]]:
+        rest, kwargs, reads, _ = call
+        values = self._values
+        args = rest.copy()
+        for (place, form), state in zip(reads, sources, strict=True):
+            if type(place) is not int:
+                return self._arguments_anywhere(call, sources)
+            value = values[state]
+            if value is None:
+                value = self._fetch(state)
+            args[place] = value if form is None else _look(value, form)
+        return args, kwargs
 
-    def _run(self, index: int) -> None:
-        op = self._books.ops[index]
-        assert op is not None
-        fresh = {before: self._writable(before) for before, _ in op.writes}
-        args = tuple(self._decode(a, fresh) for a in op.args)
-        kwargs = {k: self._decode(v, fresh) for k, v in op.kwargs.items()}
-        out = _call(op, args, kwargs)
-        values = (out,) if isinstance(out, torch.Tensor) else out
-        for position, state in op.makes:
-            if self._uses.get(state):
-                self._bases[state] = values[position]
-        for before, after in op.writes:
-            self._bases[after] = fresh[before]
-        self._done.add(index)
-        for state in op.reads:
-            self._release(state)
-        for _, after in op.writes:
-            if not self._uses.get(after):
-                self._bases.pop(after, None)
-
-    def _writable(self, state: int) -> torch.Tensor:
-        """Return a tensor on a storage that may be written: the value's own where nobody else needs it, else a copy."""
-        base = self._base(state)
-        if state in self._bases and self._uses.get(state, 0) <= 1:
-            return base
-        return whole_storage(base).clone()
-
-    def _base(self, state: int) -> torch.Tensor:
-        """Return a tensor on the storage of a state."""
-        found = self._bases.get(state)
-        if found is not None:
-            return found
-        books = self._books
-        if state in books.copies:
-            return books.copies[state]
-        if state in books.kept:
-            tensor, version = books.kept[state]
-            self._check(tensor, version, "a value that the policy keeps")
-            return tensor
-        external = books.externals[state]
-        self._check(external.tensor, external.version, "a tensor that the region was given")
-        return external.tensor
-
-    def _check(self, tensor: torch.Tensor, version: int, what: str) -> None:
-        if tensor._version != version:
-            raise RecomputeError(
-                f"region {self.fqn}: {what} (shape {tuple(tensor.shape)}) was changed in place after the region used "
-                f"it (version {tensor._version}, expected {version}), so backward cannot compute the right gradient. "
-                "Write it out of place, or clone it first"
-            )
-
-    def _decode(self, value: Any, fresh: dict[int, torch.Tensor]) -> Any:
-        if isinstance(value, Look):
-            base = fresh.get(value.state)
-            return _view(self._base(value.state) if base is None else base, value)
-        if isinstance(value, list | tuple):
-            return type(value)(self._decode(v, fresh) for v in value)
-        return value
-
-    def _release(self, state: int) -> None:
-        left = self._uses.get(state, 0) - 1
-        self._uses[state] = left
-        if left <= 0:
-            self._bases.pop(state, None)
-            if state in self._books.kept and not self._verifying and _graph_is_freed():
-                # Nobody asks again: autograd frees this graph as it goes.
-                del self._books.kept[state]
+    def _arguments_anywhere(self, call: Call, sources: tuple[int, ...]) -> tuple[list[Any], Mapping[str, Any]]:
+        """Fill in tensors that stand in lists or have names."""
+        rest, named, reads, _ = call
+        args = [list(a) if type(a) is list else a for a in rest]
+        kwargs = {k: list(v) if type(v) is list else v for k, v in named.items()}
+        for (place, form), state in zip(reads, sources, strict=True):
+            value = self._values[state]
+            if value is None:
+                value = self._fetch(state)
+            outer, inner = place if type(place) is tuple else (place, None)
+            target: Any = kwargs if type(outer) is str else args
+            if inner is not None:
+                target, outer = target[outer], inner
+            target[outer] = value if form is None else _look(value, form)
+        return args, kwargs
 
     # -- verification ------------------------------------------------------------------------------------------
 
-    def difference(self) -> str | None:
+    def difference(self, slots: list[Slot]) -> str | None:
         """Replay everything now and compare it with the originals; say what differs, None where nothing does."""
-        self._verifying = True
-        slots = self._slots()
-        originals = [(slot, slot.original) for slot in slots]
+        originals = [slot.original for slot in slots]
         for slot in slots:
             slot.original = None
         try:
-            for slot, original in originals:
+            # From the end, as backward does.
+            for slot, original in zip(reversed(slots), reversed(originals), strict=True):
                 assert original is not None
-                value = self.take(slot)
-                if not _same(value, original):
-                    return f"{self._name(slot.look.state)} gives another result in replay"
-        except RuntimeError as error:
+                if not same_bits(self.take(slot), original.tensor):
+                    return f"{self._name(slot.state)} gives another result in replay"
+        except Exception as error:
             return f"replay fails: {type(error).__name__}: {error}"
         finally:
-            self._verifying = False
             self._close()
-            for slot, original in originals:
+            for slot, original in zip(slots, originals, strict=True):
                 slot.original = original
-                slot.served, slot.last = False, None
         return None
 
-    def _close(self) -> None:
-        self._bases.clear()
-        self._done.clear()
-        self._uses.clear()
-        self._open = False
-
     def _name(self, state: int) -> str:
-        index = self._books.producer.get(state)
-        op = None if index is None else self._books.ops[index]
-        return "a value from outside" if op is None else describe(op.func)
+        schedule = self._schedule
+        index = None if schedule is None else schedule.producer(state)
+        return "a value from outside" if schedule is None or index is None else repr(schedule.steps[index][0])
 
-    def drop_originals(self) -> None:
-        """From here on values are replayed."""
-        for slot in self._slots():
-            slot.original = None
-
-    @property
-    def saw_routing(self) -> bool:
-        """Whether an operator that routes tokens ran."""
-        return self._books.saw_routing
+    def outside(self) -> list[torch.Tensor]:
+        """Return the tensors from outside that replay reads."""
+        return [held.tensor for held in self._held.values() if isinstance(held, Held)]
 
 
-def _view(base: torch.Tensor, look: Look) -> torch.Tensor:
+def _find(schedules: list[Schedule], recorder: Recorder, states: tuple[int, ...]) -> Schedule:
+    """Return the schedule for what was recorded: the last one used first."""
+    steps, kept = tuple(recorder.steps), frozenset(recorder.kept)
+    for i, schedule in enumerate(schedules):
+        if schedule.matches(steps, kept, states):
+            if i:
+                schedules.insert(0, schedules.pop(i))
+            return schedule
+    schedule = Schedule(steps, kept, states)
+    schedules.insert(0, schedule)
+    del schedules[_MOST_SCHEDULES:]
+    return schedule
+
+
+def _pass(held: Held, hooks: Hooks) -> Held | Passed:
+    return held if hooks is None else Passed(held.get(), hooks)
+
+
+def _look(base: torch.Tensor, form: Form) -> torch.Tensor:
     """Look at the storage of ``base`` as the record says."""
-    if base.dtype is not look.dtype:
-        empty = torch.empty(0, dtype=look.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), look.offset, look.size, look.stride)
-    return base.as_strided(look.size, look.stride, look.offset)
+    size, stride, offset, dtype = form
+    if base.dtype is not dtype:
+        empty = torch.empty(0, dtype=dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), offset, size, stride)
+    return base.as_strided(size, stride, offset)
 
 
-def _call(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if op.generators is None:
-        return op.func(*args, **kwargs)
-    before = generator_states(args)
-    given = kwargs.get("generator")
+def _call_random(kind: Kind, args: list[Any], kwargs: Mapping[str, Any], generators: Generators) -> Any:
+    """Call with the generators as they were in forward, and put them back."""
+    states, own = generators
+    given: torch.Generator | None = kwargs.get("generator")
     given_before = None if given is None else given.get_state()
+    before = generator_states([*args, *kwargs.values()])
     try:
-        restore_generators(op.generators)
-        if given is not None and op.own_generator is not None:
-            given.set_state(op.own_generator)
-        return op.func(*args, **kwargs)
+        restore_generators(states)
+        if given is not None and own is not None:
+            given.set_state(own)
+        return kind.call(*args, **kwargs)
     finally:
         restore_generators(before)
         if given is not None and given_before is not None:
             given.set_state(given_before)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _tensors(value: Any) -> Generator[torch.Tensor]:
+    """Yield the tensors in outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in vars(value).values():
+            yield from _tensors(item)
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same form and the same bits."""
     if a.shape != b.shape or a.dtype != b.dtype or a.stride() != b.stride():
         return False
-    if isinstance(a, torch._subclasses.FakeTensor):
+    if isinstance(a, torch._subclasses.FakeTensor) or a.is_meta:
         return True
     with torch.no_grad():
-        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+        a, b = a.detach(), b.detach()
+        if a.is_complex():
+            a, b = torch.view_as_real(a), torch.view_as_real(b)
+        kind = _BITS[a.element_size()]
+        return torch.equal(a.view(kind), b.view(kind))
 
 
 def _graph_is_freed() -> bool:
+    """Whether the running backward frees its graph (no ``retain_graph``)."""
     if torch._C._current_graph_task_id() == -1:
         return False
     return not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _unpack(held: Any) -> torch.Tensor:
-    if isinstance(held, Slot):
-        return held.record.take(held)
-    assert isinstance(held, External)
-    if held.tensor._version != held.version:
-        raise RecomputeError(
-            f"a tensor of shape {tuple(held.tensor.shape)} that backward needs was changed in place after a region "
-            f"used it (version {held.tensor._version}, expected {held.version}). Write it out of place, or clone it first"
-        )
-    return held.tensor
+def _unpack(held: Slot | Held | Passed) -> torch.Tensor:
+    return held.get()
 
 
-def run_replayed(
-    call: Callable[[], Any],
-    *,
-    plan: Plan,
-    witness: Witness,
-    fqn: str,
-    verify: bool,
-    module: nn.Module,
-) -> tuple[Any, str | None]:
-    """Run a region's forward under the recorder.
+class Replayer:
+    """Runs one region's forward on record; knows the schedules that came up so far."""
 
-    Args:
-        call: runs forward.
-        plan: what the rules keep.
-        witness: learns which rules matched.
-        fqn: the region, for messages.
-        verify: whether to compare a whole replay with the originals at the end of forward.
-        module: the region's module; its buffers must be as they were after a verification.
+    def __init__(self, plan: Plan, witness: Witness, fqn: str) -> None:
+        self._catalogue = Catalogue(plan)
+        self._witness = witness
+        self._fqn = fqn
+        self._schedules: list[Schedule] = []
 
-    Returns:
-        The outputs, and why they cannot be replayed (None where they can). Where they cannot, this call keeps what
-        autograd saved.
-    """
-    recorder = Recorder(plan, witness, fqn, watch=verify)
-    record = Record(recorder)
+    def run(self, call: Callable[[], Any], module: nn.Module, *, verify: bool) -> tuple[Any, str | None]:
+        """Run forward.
 
-    def pack(tensor: torch.Tensor) -> Any:
-        return recorder.pack(tensor, record, keep_original=verify or recorder.problem is not None)
+        Args:
+            call: runs forward.
+            module: the region's module; its buffers must be as they were after a verification.
+            verify: whether to compare a whole replay with the originals at the end of forward.
 
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack), recorder:
-            out = call()
-    finally:
-        recorder.close()
-    problem = recorder.problem
-    record.prune()
-    if problem is None and verify:
-        problem = _verify(record, module)
-    if problem is None:
-        record.drop_originals()
-    return out, problem
+        Returns:
+            The outputs, and why they cannot be replayed (None where they can). Where they cannot, this call keeps
+            what autograd saved.
+        """
+        recorder = Recorder(self._catalogue, self._witness, self._fqn, watch=verify)
+        record = Record(recorder)
+        hooks: Hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+
+        def pack(tensor: torch.Tensor) -> Slot | Held | Passed:
+            slot = recorder.slot_for(tensor, record, keep_original=verify)
+            if slot is not None:
+                return slot
+            return Held(tensor, recorder.where) if hooks is None else Passed(tensor, hooks)
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack), recorder:
+                out = call()
+            problem = recorder.problem
+            recorder.settle()
+            slots = [slot for ref in recorder.slots if (slot := ref()) is not None]
+            if slots and not (verify and problem):
+                record.finish(slots, self._schedules, hooks)
+                record.watch(out)
+                if verify:
+                    problem = _verify(record, slots, module, foreign=recorder.saw_foreign)
+            if verify and problem is None:
+                for slot in slots:
+                    slot.original = None
+        finally:
+            record.forward_ended()
+            recorder.close()
+        return out, problem
 
 
-def _verify(record: Record, module: nn.Module) -> str | None:
+def _verify(record: Record, slots: list[Slot], module: nn.Module, *, foreign: bool) -> str | None:
     """Replay once, and see that nothing outside changed by it (a kernel may write what its schema does not tell)."""
-    before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    problem = record.difference()
-    for name, buffer in module.named_buffers():
-        if name in before and not _same(buffer, before[name]):
-            with torch.no_grad():
-                buffer.copy_(before[name])
-            problem = problem or f"replay writes to the buffer {name}"
+    outside = list(module.buffers())
+    if foreign:
+        outside += record.outside()
+    before = [tensor.detach().clone() for tensor in outside]
+    with _random_state_kept(slots):
+        problem = record.difference(slots)
+    for tensor, was in zip(outside, before, strict=True):
+        if not same_bits(tensor.detach().contiguous(), was.contiguous()):
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+                tensor.copy_(was)
+            problem = problem or f"replay writes to a tensor from outside, of shape {tuple(tensor.shape)}"
     return problem
+
+
+@contextmanager
+def _random_state_kept(slots: list[Slot]) -> Generator[None]:
+    """A kernel may draw numbers and not say so."""
+    states = generator_states([slot.original.tensor for slot in slots[:1] if slot.original is not None])
+    try:
+        yield
+    finally:
+        restore_generators(states)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import warnings
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -42,6 +43,7 @@ class Session:
         self.seen: Counter[str] = Counter()
         self.ran_regions: set[str] = set()
         self.checked = not self.rules
+        self.told_twice = False
         self._prepare()
 
     def _prepare(self) -> None:
@@ -68,6 +70,17 @@ class Session:
     def ran(self, func: Any) -> None:
         """An operator ran in a thorough pass."""
         self.seen[describe(func)] += 1
+
+    def tell_recomputed_twice(self, fqn: str) -> None:
+        """Warn, once, that one forward is recomputed more than once: right, but slow."""
+        if self.told_twice:
+            return
+        self.told_twice = True
+        warnings.warn(
+            f"lowtide: region {fqn} is recomputed more than once for one forward (a backward in several passes, as "
+            "zero-bubble pipelines have). Gradients are exact; executor: replay runs each operator once",
+            stacklevel=2,
+        )
 
     def region_ended(self, fqn: str) -> None:
         """Check the rules once every region has run forward."""

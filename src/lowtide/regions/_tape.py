@@ -182,6 +182,10 @@ def describe(func: Any) -> str:
 class _RegionMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.fsdp_depth = 0
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # Else every operator passes through a wrapper that switches dynamo off.
@@ -190,6 +194,24 @@ class _RegionMode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    def is_fsdp(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Tell whether a call belongs to FSDP2's hooks on a unit inside the region.
+
+        They gather in forward and not in recompute, or the other way, and are no operators of the region. FSDP2 does
+        its work inside profiler marks named ``FSDP::...`` (torch 2.11 to 2.14), which a mode sees begin and end.
+        """
+        if func is _ENTER and (self.fsdp_depth or str(args[0]).startswith("FSDP::")):
+            self.fsdp_depth += 1
+        elif func in _EXITS and self.fsdp_depth:
+            self.fsdp_depth -= 1
+        return self.fsdp_depth > 0
+
+
+_ENTER = torch.ops.profiler._record_function_enter_new.default
+_EXITS = frozenset(
+    getattr(torch.ops.profiler._record_function_exit, o) for o in torch.ops.profiler._record_function_exit.overloads()
+)
 
 
 class Recording(_RegionMode):
@@ -210,6 +232,8 @@ class Recording(_RegionMode):
     ) -> Any:
         kwargs = kwargs or {}
         trait = traits(func)
+        if self.is_fsdp(func, args) if trait & Trait.SKIPPED else self.fsdp_depth:
+            return func(*args, **kwargs)
         if trait & Trait.SKIPPED:
             return func(*args, **kwargs)
         if trait & Trait.RANDOM:
@@ -285,11 +309,16 @@ class Recording(_RegionMode):
                 "policy; allow_inexact: true lets it through"
             )
         if not self.plan.preserve_rng:
-            raise RefusedError(
-                f"region {self.fqn}: {describe(func)} draws random numbers and preserve_rng is off: recompute "
-                "would draw others, and the gradients would belong to another sample than the loss. Remove "
-                "preserve_rng: false, or set allow_inexact: true"
-            )
+            raise RefusedError(random_without_state(self.fqn, describe(func)))
+
+
+def random_without_state(fqn: str, what: str) -> str:
+    """Say why random numbers and preserve_rng: false do not go together."""
+    return (
+        f"region {fqn}: {what} draws random numbers and preserve_rng is off: backward would draw others, and the "
+        "gradients would belong to another sample than the loss. Remove preserve_rng: false, or set "
+        "allow_inexact: true"
+    )
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -325,6 +354,8 @@ class Repeating(_RegionMode):
         trait = traits(func)
         tape = self.tape
         unruled = func not in self.plan.table
+        if self.is_fsdp(func, args) if trait & Trait.SKIPPED else self.fsdp_depth:
+            return func(*args, **kwargs)
         if trait & Trait.SKIPPED or (unruled and (trait & Trait.CAST or (trait & Trait.VIEW and not tape.thorough))):
             return func(*args, **kwargs)
         position = self.position
