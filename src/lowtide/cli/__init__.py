@@ -33,7 +33,14 @@ VERBS: dict[str, tuple[str, str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    exit_code = run(sys.argv[1:] if arguments is None else arguments)
+    if "RANK" in os.environ and "torch" in sys.modules:
+        # One rank of several, and all is written: threads of the profiler and of gloo that still wait may abort the
+        # process while Python takes itself apart ("terminate called", seen in torch 2.13), which fails the whole job.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,6 +67,8 @@ def _rank(
     from lowtide.training.mesh import read_place
     from lowtide.training.rank_status import run_rank, under_launcher
 
+    # Before torch comes: its profiler, which measures peak bytes, else prints marks between the user's lines.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     done: list[Summary] = []
 
     def main() -> None:
