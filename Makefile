@@ -7,7 +7,12 @@ STAMP  := $(VENV)/.lowtide-installed
 # An index or a version of one's own: make test PIP_FLAGS="torch==2.13.0"
 PIP_FLAGS ?=
 
-.PHONY: quickstart test full style types contract unit examples format clean env
+# What must also hold on the oldest torch that is supported.
+FLOOR := torch==2.11.*
+FLOOR_TESTS := tests/unit/test_law_one_process.py tests/unit/test_operators_run_again.py tests/unit/test_replay_steps.py \
+	tests/distributed/test_law_sharded.py tests/distributed/test_checkpoint.py tests/e2e/test_examples.py
+
+.PHONY: quickstart test full floor style types contract unit format clean env
 
 quickstart: $(STAMP)
 	$(BIN)/lowtide train examples/quickstart.yaml
@@ -16,12 +21,17 @@ test: style types contract unit
 
 full: test
 	$(BIN)/python -m pytest tests --run-full
-	$(BIN)/python tests/smoke/torch_floor.py
+	$(MAKE) floor
+
+floor:
+	test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
+	.venv-floor/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' '$(FLOOR)'
+	.venv-floor/bin/python -m pytest $(FLOOR_TESTS)
 
 env: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' $(PIP_FLAGS)
 	touch $(STAMP)
 
@@ -43,4 +53,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-floor build dist .pytest_cache .ruff_cache .hypothesis
