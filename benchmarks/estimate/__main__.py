@@ -117,7 +117,7 @@ def _page(results: dict[str, list[Result]], *, seconds: float) -> str:
     lines = [
         "# How close estimates of peak memory come",
         "",
-        "Made by `python -m benchmarks.estimate`; do not edit. The error is (predicted − measured) / measured of the "
+        "Made by `python -m benchmarks.estimate`; do not edit. The error is (predicted - measured) / measured of the "
         "peak bytes of the second optimizer step, for each rank.",
         "",
         f"Commit {_commit()}, {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, transformers "
@@ -129,10 +129,10 @@ def _page(results: dict[str, list[Result]], *, seconds: float) -> str:
         "workspaces are those that torch's source states.",
         "",
         "**Measured**: in one process by the host allocator's events, which share no code with the prediction. In two "
-        "gloo processes with FSDP2 by the storage tracker on the real tensors, where the allocator's events confirm it: "
-        "the tracker counts storages as the prediction does, so these cells show that the fake step does what the real one "
-        "does, and they are blind to memory that a kernel allocates inside (where the events show more, the events "
-        "count).",
+        "gloo processes with FSDP2 by the storage tracker on the real tensors, where the allocator's events confirm "
+        "it: the tracker counts storages as the prediction does, so these cells show that the fake step does what the "
+        "real one does, and they are blind to memory that a kernel allocates inside (where the events show more, the "
+        "events count).",
         "",
         "Nothing here was measured on a GPU.",
         "",
@@ -159,21 +159,27 @@ def _summary_row(title: str, rows: list[Result]) -> str:
     )
 
 
+_COLUMNS = ("model", "policy", "batch x tokens", "precision", "processes", "accumulation", "rank")
+
+
 def _table(rows: list[Result]) -> list[str]:
-    lines = [
-        "| model | policy | batch x tokens | precision | processes | accumulation | rank | predicted | measured | error | by |",
-        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---|",
-    ]
+    lines = [_row(*_COLUMNS, "predicted", "measured", "error", "by"), _row(*["---"] * (len(_COLUMNS) + 4))]
     for r in rows:
         c = r.cell
-        measured = "not available" if r.measured is None else format_bytes(r.measured)
-        error = "-" if r.error is None else f"{r.error:+.4%}"
-        by = f"{r.method}: {r.note}" if r.note else r.method
         lines.append(
-            f"| {c.model} | {c.policy} | {c.batch}x{c.length} | {c.precision} | {c.processes} | {c.accumulation} | {r.rank} "
-            f"| {format_bytes(r.predicted)} | {measured} | {error} | {by} |"
+            _row(
+                *(c.model, c.policy, f"{c.batch}x{c.length}", c.precision, c.processes, c.accumulation, r.rank),
+                format_bytes(r.predicted),
+                "not available" if r.measured is None else format_bytes(r.measured),
+                "-" if r.error is None else f"{r.error:+.4%}",
+                f"{r.method}: {r.note}" if r.note else r.method,
+            )
         )
     return lines
+
+
+def _row(*fields: object) -> str:
+    return "| " + " | ".join(map(str, fields)) + " |"
 
 
 def _commit() -> str:
