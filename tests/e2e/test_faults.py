@@ -86,6 +86,14 @@ def test_an_operator_that_never_runs_is_named_and_the_code_is_2(tmp_path: Path) 
     assert (state.status, state.exit_code, state.error_type) == ("failed", 2, "NothingMatchedError")
 
 
+def test_compile_without_a_compiler_is_said_before_anything_is_built(tmp_path: Path) -> None:
+    arguments = ["--set", "compile=true", "--nproc", "1"]
+    ended = lowtide(tmp_path, "train", write(tmp_path), *arguments, environ={"CXX": "/nonexistent/g++"})
+    message = _one_message(ended, code=2)
+    assert message.startswith("error: compile: true needs a C++ compiler on a CPU")
+    assert (ended.state.status, ended.state.exit_code, ended.state.error_type) == ("failed", 2, "InputError")
+
+
 def test_a_missing_config_starts_nothing(tmp_path: Path) -> None:
     ended = lowtide(tmp_path, "train", "nowhere.yaml")
     assert _one_message(ended, code=2).startswith("lowtide: nowhere.yaml: no such file.")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, InputError
 from lowtide.training.config import TrainConfig
 from lowtide.training.mesh import World, during
 from lowtide.training.model.flops import model_flops_per_token
@@ -71,9 +71,12 @@ def build(config: TrainConfig, world: World) -> Built:
 
     Raises:
         ConfigError: model and data do not fit together.
+        InputError: no compiler where blocks are to be compiled.
         PolicyError: from applying the policy.
     """
     builder = Builder()
+    if config.compile and world.device.type == "cpu":
+        check_compiler()
     with during("reading the data"):
         data: Any = builder.build(config.data, rank=world.rank, world_size=world.world_size, seed=config.run.seed)
         inputs, _ = next(iter(data.batches()))
@@ -118,6 +121,20 @@ def check_vocabulary(model: nn.Module, data: DataSource) -> None:
             f"data has token ids up to {data.vocab_size - 1}, and the model's embedding has {size} rows: set the "
             f"model's vocabulary to at least {data.vocab_size}"
         )
+
+
+def check_compiler() -> None:
+    """Refuse to compile without a compiler, before the model is built (torch 2.11 to 2.14 look for one like this)."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise InputError(
+            f"compile: true needs a C++ compiler on a CPU, and torch found none ({error}): install g++, set CXX to "
+            "one, or set compile: false; `lowtide doctor` looks closer"
+        ) from error
 
 
 def build_bare(config: TrainConfig) -> nn.Module:
