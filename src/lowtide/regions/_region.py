@@ -406,6 +406,6 @@ def _refuse_caches(fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         if names & {"Cache", "EncoderDecoderCache", "DynamicCache"}:
             raise RefusedError(
                 f"region {fqn}: the model passes a {type(value).__name__} (a key-value cache) into a checkpointed "
-                "block; recompute would append to it a second time. Set model.config.use_cache = False, or call the "
-                "model with use_cache=False"
+                "block; recompute would append to it a second time. Call the model with use_cache=False, or set "
+                "model.config.use_cache = False"
             )
