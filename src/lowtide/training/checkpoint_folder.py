@@ -15,7 +15,6 @@ only checkpoints that you trust.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import InputError, listing
-from lowtide.training.files import read_json, write_json
+from lowtide.training.files import read_json, sync_folder, write_json
 from lowtide.training.ranks import on_main
 
 __all__ = [
@@ -146,13 +145,13 @@ def finish(
         },
     )
     for inner in (p for p in beside.rglob("*") if p.is_dir()):
-        _sync(inner)
+        sync_folder(inner)
     place = beside.parent / checkpoint_name(progress.step)
     replaced = beside.parent / f"{_REPLACED}{place.name}"
     if place.exists():
         place.rename(replaced)
     beside.rename(place)
-    _sync(place.parent)
+    sync_folder(place.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
     _set_aside_later(place.parent, progress.step)
@@ -264,12 +263,3 @@ def _remove_oldest(folder: Path, keep_last: int) -> None:
         # Without its manifest it is known as half, should the removal be interrupted.
         (path / _MANIFEST).unlink()
         shutil.rmtree(path)
-
-
-def _sync(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

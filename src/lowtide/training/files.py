@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from lowtide.errors import InputError
 
-__all__ = ["lock", "read_json", "write_json", "write_text"]
+__all__ = ["lock", "read_json", "sync_folder", "write_json", "write_text"]
 
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -36,7 +36,7 @@ def write_text(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             beside.unlink()
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
@@ -79,8 +79,8 @@ def lock(file: IO[Any], *, what: str) -> None:
             raise
 
 
-def _sync_folder(folder: Path) -> None:
-    # Without this the rename itself may be lost in a power cut; not every file system allows it.
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder reach the disk: else a rename may be lost in a power cut. Not every system can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

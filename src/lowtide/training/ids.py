@@ -5,13 +5,11 @@
 
 The hash is of content, not of a path or of the order of keys: two runs with the same hash had the same
 settings. The random part keeps apart runs that start in the same second. An id is made once, on rank 0, and
-shared (``share_string``); an id from outside must stay one plain folder name inside the runs folder.
+shared (``ranks.on_main``); an id from outside must stay one plain folder name inside the runs folder.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import secrets
 from collections.abc import Mapping
@@ -19,24 +17,19 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lowtide.errors import ConfigError
-from lowtide.training.ranks import on_main, share_string
+from lowtide.training.config import config_hash
+from lowtide.training.ranks import on_main
 
-__all__ = ["agree_on_id", "check_experiment_id", "content_hash", "new_experiment_id", "share_string"]
+__all__ = ["agree_on_id", "check_experiment_id", "new_experiment_id"]
 
 _LEGAL = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
 _LONGEST = 128
 
 
-def content_hash(resolved: Mapping[str, Any]) -> str:
-    """Return 8 hex digits that depend on a resolved config's content and not on the order of its keys."""
-    text = json.dumps(resolved, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
 def new_experiment_id(resolved: Mapping[str, Any], *, now: datetime | None = None) -> str:
     """Make an id for a run of this config; ``now`` in any time zone, by default the present."""
     moment = (now or datetime.now(UTC)).astimezone(UTC)
-    return f"{moment:%Y%m%d-%H%M%S}-{content_hash(resolved)}-{secrets.token_hex(2)}"
+    return f"{moment:%Y%m%d-%H%M%S}-{config_hash(resolved)[:8]}-{secrets.token_hex(2)}"
 
 
 def check_experiment_id(experiment_id: str) -> str:

@@ -22,6 +22,7 @@ from lowtide.training.events import (
     StepDone,
 )
 from lowtide.training.tracking.scalars import as_number
+from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from lowtide.training.tracking.kinds import ConsoleConfig
 
-__all__ = ["Console", "bytes_text", "duration_text"]
+__all__ = ["Console", "duration_text"]
 
 _REFRESH_S = 0.1
 
@@ -115,15 +116,6 @@ class Console:
         self._stream.flush()
 
 
-def bytes_text(count: float) -> str:
-    """Write a number of bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 def duration_text(seconds: float) -> str:
     """Write a duration as 9.5s, 1:05 or 2:03:04."""
     if seconds < 10:
@@ -151,7 +143,7 @@ def _cells(event: StepDone, total: int) -> list[tuple[str, str]]:
     if event.tokens_per_s is not None:
         cells.append(("tokens/s", _number(event.tokens_per_s, ",.0f")))
     if event.peak_bytes is not None:
-        cells.append(("peak", bytes_text(event.peak_bytes)))
+        cells.append(("peak", format_bytes(event.peak_bytes)))
     if event.eta_s is not None:
         cells.append(("eta", duration_text(event.eta_s)))
     return cells

@@ -17,7 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Unread", "as_number", "plain", "strict"]
+__all__ = ["STEP_SCALARS", "Unread", "as_number", "plain", "strict"]
+
+STEP_SCALARS = ("loss", "tokens_per_s", "learning_rate", "grad_norm", "peak_bytes", "step_ms")
+"""The fields of a ``StepDone`` that viewers draw as curves."""
 
 _LONGEST_LIST = 1024
 

@@ -7,11 +7,9 @@ from typing import Any
 
 from lowtide.errors import ConfigError
 from lowtide.training.events import EvaluationDone, Event, RunEnded, RunStarted, StepDone
-from lowtide.training.tracking.scalars import as_number
+from lowtide.training.tracking.scalars import STEP_SCALARS, as_number
 
 __all__ = ["TensorBoard"]
-
-_STEP_FIELDS = ("loss", "tokens_per_s", "learning_rate", "grad_norm", "peak_bytes", "step_ms")
 
 
 class TensorBoard:
@@ -41,7 +39,7 @@ class TensorBoard:
             self._writer = self._make(str(self._directory), purge_step=purge)
             self._writer.add_text("experiment_id", event.experiment_id)
         elif isinstance(event, StepDone):
-            self._write("train", event.step, {**{n: getattr(event, n) for n in _STEP_FIELDS}, **event.extra})
+            self._write("train", event.step, {**{n: getattr(event, n) for n in STEP_SCALARS}, **event.extra})
         elif isinstance(event, EvaluationDone):
             self._write("evaluation", event.step, {"loss": event.loss, **event.extra})
             self._writer.flush()

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import ConfigError
 from lowtide.training.events import EvaluationDone, Event, RunEnded, RunStarted, StepDone
-from lowtide.training.tracking.scalars import as_number, strict
+from lowtide.training.tracking.scalars import STEP_SCALARS, as_number, strict
 
 if TYPE_CHECKING:
     from lowtide.training.tracking.kinds import WandbConfig
 
 __all__ = ["Wandb"]
-
-_STEP_FIELDS = ("loss", "tokens_per_s", "learning_rate", "grad_norm", "peak_bytes", "step_ms")
 
 
 class Wandb:
@@ -61,7 +59,7 @@ class Wandb:
         elif self._run is None:
             return
         elif isinstance(event, StepDone):
-            self._log("train", event.step, {**{n: getattr(event, n) for n in _STEP_FIELDS}, **event.extra})
+            self._log("train", event.step, {**{n: getattr(event, n) for n in STEP_SCALARS}, **event.extra})
         elif isinstance(event, EvaluationDone):
             self._log("evaluation", event.step, {"loss": event.loss, **event.extra})
         elif isinstance(event, RunEnded):
