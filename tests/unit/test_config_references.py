@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -167,17 +166,16 @@ def test_the_written_config_loads_to_an_equal_one(tmp_path: Path) -> None:
     assert again.resolved == first.resolved
 
 
-def test_a_file_that_grows_when_written_out_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_file_that_grows_when_written_out_is_refused(tmp_path: Path) -> None:
     lines = ["l0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"l{i}: &a{i} [" + ", ".join([f"*a{i - 1}"] * 10) + "]" for i in range(1, 12)]
     aliases = "free: {" + ", ".join(lines) + "}"
     lines = ["l0: [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"l{i}: [" + ", ".join([f"'${{free.l{i - 1}}}'"] * 10) + "]" for i in range(1, 12)]
     references = "free: {" + ", ".join(lines) + "}"
-    start = time.monotonic()
+    # Written out, either holds 10**12 values: were they followed first, this would never end.
     for text in (aliases, references):
         assert "once references are followed" in parts_complaint(tmp_path, text)
-    assert time.monotonic() - start < 5
 
 
 def test_text_that_grows_is_refused(tmp_path: Path) -> None:
