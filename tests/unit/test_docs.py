@@ -114,3 +114,17 @@ def test_the_page_of_exit_codes_has_them_all() -> None:
 def test_decisions_are_numbered_once_each() -> None:
     numbers = [page.name[:4] for page in sorted((DOCS / "decisions").glob("*.md"))]
     assert numbers == [f"{i + 1:04d}" for i in range(len(numbers))]
+
+
+def test_messages_that_are_explained_are_those_of_the_code() -> None:
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py"))
+    said = re.sub(r'"\s*\n\s*f?"', "", source)
+    rows = re.findall(
+        r"^\| `([^`]+)` \|", (DOCS / "howto/troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(rows) > 8
+    for row in rows:
+        # What stands for a name, and the places that the code fills in, is left out.
+        pieces = [piece.strip() for piece in re.split(r"\.\.\.|'[^']*'", row)]
+        for piece in [p for p in pieces if len(p) > 8]:
+            assert piece in said, piece
