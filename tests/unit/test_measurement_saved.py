@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.api._saved_bytes import _casts_allowed
 from lowtide.errors import UserError
 from lowtide.measurement import SavedMeasurement, measure_saved_bytes
+from lowtide.tracing import fake_building
 from tests.helpers import models
 
 
@@ -194,7 +194,7 @@ def _measure(spec: models.Spec) -> SavedMeasurement:
 )
 def test_fake_and_real_tensors_give_the_same_bytes(spec: models.Spec) -> None:
     real = _measure(spec)
-    with FakeTensorMode() as mode, _casts_allowed(mode):
+    with FakeTensorMode() as mode, fake_building(mode):
         fake = _measure(spec)
     assert fake == real
     assert real.total_bytes > 0

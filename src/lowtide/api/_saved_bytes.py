@@ -13,10 +13,9 @@ to be one sequence a row.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +28,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from lowtide.errors import NothingMatchedError, PolicyError, UserError
-from lowtide.measurement import measure_saved_bytes
-from lowtide.measurement._walk import tensors_in
+from lowtide.measurement import measure_saved_bytes, tensors_in
 from lowtide.policy import Full, LayerPolicy, NoPolicy, parse_policy
-from lowtide.regions import apply, find_blocks, slots
-from lowtide.regions._apply import compress_names
+from lowtide.regions import apply, compress_names, find_blocks, slots
+from lowtide.tracing import as_with_real_tensors, fake_building
 from lowtide.units import format_bytes
 
 
@@ -110,7 +108,7 @@ def saved_bytes(
     """
     named = _named([parse_policy(policy) for policy in policies])
     with torch.random.fork_rng(devices=[]), FakeTensorMode() as mode:
-        with _casts_allowed(mode):
+        with fake_building(mode):
             model, inputs = build(), make_inputs()
         blocks = _blocks(model)
 
@@ -118,7 +116,7 @@ def saved_bytes(
             return _column(name, policy, model, lambda: (forward or _call)(model, inputs), blocks)
 
         # Only now: a library that the model comes from may have been imported by build().
-        with _plain_positions():
+        with as_with_real_tensors({}):
             columns = [column("none", NoPolicy())]
             if not any(name == "full" for name, _ in named):
                 # Shown for comparison only: nobody asked for it, so a model that refuses it is no error.
@@ -126,45 +124,6 @@ def saved_bytes(
                     columns.append(column("full", Full()))
             columns += [column(name, policy) for name, policy in named]
     return SavedBytes(tuple(blocks), tuple(columns))
-
-
-@contextmanager
-def _casts_allowed(mode: FakeTensorMode) -> Generator[None]:
-    """Let ``model.to(dtype)`` work on fake parameters.
-
-    torch swaps them in place and refuses to while a weak reference points at one; the mode's own memo of conversions
-    holds such references (torch 2.11 to 2.14), and nothing made so far needs it.
-    """
-    original = torch.utils.swap_tensors
-
-    def swap(first: torch.Tensor, second: torch.Tensor) -> None:
-        mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        original(first, second)
-
-    torch.utils.swap_tensors = swap
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = original
-
-
-@contextmanager
-def _plain_positions() -> Generator[None]:
-    """Let Hugging Face models take the path of eager code.
-
-    To find packed sequences they look into the values of positions, and assume the worst under fake tensors: a mask
-    then stands in every block, and key and value heads are repeated, which real runs do not do (transformers 5).
-    """
-    module = sys.modules.get("transformers.masking_utils")
-    original = getattr(module, "find_packed_sequence_indices", None)
-    if module is None or original is None:
-        yield
-        return
-    vars(module)["find_packed_sequence_indices"] = lambda position_ids: None
-    try:
-        yield
-    finally:
-        vars(module)["find_packed_sequence_indices"] = original
 
 
 def _named(policies: Sequence[NoPolicy | LayerPolicy]) -> list[tuple[str, NoPolicy | LayerPolicy]]:

@@ -14,6 +14,7 @@ from lowtide.measurement._events import AllocatorEvents, EventAccount
 from lowtide.measurement._live import LiveStorages, StorageRecord
 from lowtide.measurement._peak import Peak, PeakMeter, measure_peak
 from lowtide.measurement._saved import BlockSaved, SavedMeasurement, measure_saved_bytes
+from lowtide.measurement._walk import tensors_in
 
 __all__ = [
     "AllocatorEvents",
@@ -26,4 +27,5 @@ __all__ = [
     "StorageRecord",
     "measure_peak",
     "measure_saved_bytes",
+    "tensors_in",
 ]

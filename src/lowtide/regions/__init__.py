@@ -3,17 +3,31 @@
 _names       bare FQNs; every place in the module tree
 _discover    the blocks of a model
 _operators   operator names -> overloads; what matters of an overload
-_tape        what a region ran, and the modes that write and follow it
 _session     rules that matched nothing, over all regions and ranks
-_region      forward of a checkpointed block (executor recompute)
-_compiled    the same decisions for the compiler's partitioner
+_region      forward of a checkpointed block: hands it to an executor
+_arguments   a call's arguments, apart and together again
+_state       buffers and attributes that forward changes, put back around recompute
 _refusals    what is refused, each with the way out
 _apply       decide, then act; remove
+
+executor recompute
+_tape        what a region ran, and how two runs are compared
+_modes       the modes that write the tape and follow it
+
+executor replay
+_catalogue   which operators can be recorded, and how
+_record      what forward ran, over numbered values
+_schedule    what backward needs of it, and in which order
+_held        values between forward and backward
+_replay      forward recorded, backward run from the record
+
+executor compile
+_compiled    the same decisions for the compiler's partitioner
 """
 
 from lowtide.regions._apply import Applied, apply
 from lowtide.regions._discover import find_blocks
-from lowtide.regions._names import Slot, bare_fqn, innermost, slots
+from lowtide.regions._names import Slot, bare_fqn, compress_names, innermost, slots
 from lowtide.regions._region import Region
 
-__all__ = ["Applied", "Region", "Slot", "apply", "bare_fqn", "find_blocks", "innermost", "slots"]
+__all__ = ["Applied", "Region", "Slot", "apply", "bare_fqn", "compress_names", "find_blocks", "innermost", "slots"]

@@ -11,7 +11,7 @@ from torch import nn
 from lowtide.errors import NothingMatchedError, RefusedError, listing
 from lowtide.policy import LayerPolicy, NoPolicy, RegionRecipe, parse_policy, resolve
 from lowtide.regions._discover import Candidate, find_candidates
-from lowtide.regions._names import slots
+from lowtide.regions._names import compress_names, slots
 from lowtide.regions._refusals import refuse_impossible
 from lowtide.regions._region import Region, region_class
 from lowtide.regions._session import Session
@@ -185,29 +185,3 @@ def _one_per_module(
             )
         unique.setdefault(key, recipe)
     return list(unique.values())
-
-
-def compress_names(names: Sequence[str]) -> str:
-    """Write ``a.0, a.1, a.2, a.5`` as ``a.{0-2,5}``."""
-    groups: dict[str, list[int]] = {}
-    plain: list[str] = []
-    for name in names:
-        head, _, last = name.rpartition(".")
-        if last.isdecimal():
-            groups.setdefault(head, []).append(int(last))
-        else:
-            plain.append(name)
-    parts = [f"{head}.{_ranges(sorted(ids))}".removeprefix(".") for head, ids in groups.items()]
-    return ", ".join([*parts, *plain])
-
-
-def _ranges(ids: Sequence[int]) -> str:
-    if len(ids) == 1:
-        return str(ids[0])
-    runs: list[list[int]] = []
-    for i in ids:
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"

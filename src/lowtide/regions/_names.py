@@ -6,7 +6,7 @@ lowtide shows, logs and matches never contain them (seen in torch 2.11 to 2.14).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -65,3 +65,29 @@ def _below(module: nn.Module, slot: Slot, path: frozenset[int]) -> Iterator[Slot
             continue
         fqn = f"{slot.fqn}.{name}" if slot.fqn else name
         yield from _below(bare, Slot(fqn, bare, slot.fqn, module, position), path | {id(bare)})
+
+
+def compress_names(names: Sequence[str]) -> str:
+    """Write ``a.0, a.1, a.2, a.5`` as ``a.{0-2,5}``."""
+    groups: dict[str, list[int]] = {}
+    plain: list[str] = []
+    for name in names:
+        head, _, last = name.rpartition(".")
+        if last.isdecimal():
+            groups.setdefault(head, []).append(int(last))
+        else:
+            plain.append(name)
+    parts = [f"{head}.{_ranges(sorted(ids))}".removeprefix(".") for head, ids in groups.items()]
+    return ", ".join([*parts, *plain])
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    if len(ids) == 1:
+        return str(ids[0])
+    runs: list[list[int]] = []
+    for i in ids:
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"

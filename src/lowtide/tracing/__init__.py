@@ -15,7 +15,17 @@ _account      a ledger                                           ──► Estim
 
 from lowtide.tracing._attention import AttentionCall, choose_attention
 from lowtide.tracing._block import trace_block
+from lowtide.tracing._libraries import as_with_real_tensors
 from lowtide.tracing._step import StepSetup, trace_step
 from lowtide.tracing._world import fake_building, fake_world
 
-__all__ = ["AttentionCall", "StepSetup", "choose_attention", "fake_building", "fake_world", "trace_block", "trace_step"]
+__all__ = [
+    "AttentionCall",
+    "StepSetup",
+    "as_with_real_tensors",
+    "choose_attention",
+    "fake_building",
+    "fake_world",
+    "trace_block",
+    "trace_step",
+]
