@@ -216,7 +216,7 @@ class _Session:
     def run(self, state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run forward and backward under the recorder."""
         libraries = as_with_real_tensors(self.target.assumptions)
-        with libraries, self.modules.following(), self.target, _Recorder(self), torch.enable_grad():
+        with libraries, self.modules.following(), self.target.translating(), _Recorder(self), torch.enable_grad():
             with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 out = torch.func.functional_call(self.block, dict(state), args, kwargs)
             results = tensors(out)

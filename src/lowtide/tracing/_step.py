@@ -92,7 +92,7 @@ def trace_step(
     device = find_device(setup.device)
     watched = names if names is not None else {module: name for name, module in model.named_modules()}
     target = AsOnTarget(device)
-    with target, as_with_real_tensors(target.assumptions):
+    with target.translating(), as_with_real_tensors(target.assumptions):
         for _ in range(warm_up):
             step()
         session = _Session(model, device, target, Modules(watched), setup.threads)

@@ -68,6 +68,26 @@ class AsOnTarget(TorchFunctionMode):
         return translated(func, *first, *args, **named)
 
     @contextmanager
+    def translating(self) -> Generator[None]:
+        """Translate until the context ends, in backward too, where regions run their forward again.
+
+        torch takes a function mode away while a function that it caught runs, and backward is one; its engine is where
+        the mode comes back (torch 2.11 to 2.14).
+        """
+        original = torch.autograd._engine_run_backward  # pyright: ignore[reportAttributeAccessIssue]
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return original(*args, **kwargs)
+
+        torch.autograd._engine_run_backward = run_backward  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            with self:
+                yield
+        finally:
+            torch.autograd._engine_run_backward = original  # pyright: ignore[reportAttributeAccessIssue]
+
+    @contextmanager
     def _standing_for(self, name: str) -> Generator[None]:
         before, self.instead_of = self.instead_of, name
         try:

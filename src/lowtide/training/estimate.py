@@ -56,12 +56,20 @@ def estimate_config(
         threads: CPU threads of each process; left out, the config's, else torch's of now.
 
     Raises:
-        UserError: a process group exists, a device is unknown, or the model's forward depends on values.
+        UserError: a process group exists, a device is unknown, sharding is ddp, or the model's forward depends on
+            values.
         PolicyError: the policy cannot be applied to this model.
     """
     target = find_device(device)
+    if config.sharding.kind == "ddp":
+        raise UserError(
+            "sharding ddp is not estimated: DistributedDataParallel reads the parameters' memory as it is made, and "
+            "fake tensors have none. A step of one process with sharding none needs as much, less DDP's buckets "
+            "(as many bytes as the gradients)"
+        )
     builder = Builder()
-    data: Any = builder.build(config.data, rank=rank, world_size=world_size, seed=config.run.seed)
+    # One rank's batch tells all shapes, and a text may be too short for as many ranks as are asked about.
+    data: Any = builder.build(config.data, rank=0, world_size=1, seed=config.run.seed)
     batch = next(iter(data.batches()))
     setup = StepSetup(
         device=target,
@@ -151,6 +159,8 @@ def _several_tensors_at_once(optimizer: Any) -> None:
 
 def _assumptions(config: TrainConfig, kind: str) -> tuple[str, ...]:
     found = ["the second step of a run: the first also makes the optimizer's states"]
+    if config.sharding.kind == "fsdp1":
+        found.append("fsdp1's estimate was never compared with a run; fsdp2's and that of no sharding were")
     if config.compile:
         found.append("compile is on and was left out: compiled blocks usually need less")
     if kind == "cpu":
