@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -33,6 +34,15 @@ optimizer: {kind: adamw, lr: 1.0e-2}
 training: {steps: 40}
 logging: {every: 1, trackers: [{kind: console, every_s: 0}, {kind: jsonl}]}
 """
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_the_tests() -> None:
+    """Have the kernel end the command when pytest is killed and runs no ``finally``."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            preexec_fn=_die_with_the_tests,
         )
 
     def end(self) -> Ended:
