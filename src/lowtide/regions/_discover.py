@@ -2,9 +2,9 @@
 
 A stack is a container (ModuleList, ModuleDict with numeric keys; Sequential, where it repeats a class) that holds
 layers: modules with children of their own and parameters. What else it holds (placeholders, norms) is left alone.
-The outermost stacks count; a list of experts inside a layer is part of
-that layer. Containers of containers (``groups.0.1``) are entered. Dictionaries with other keys (adapter registries)
-are no stacks. Torch calls neither ModuleList nor ModuleDict, so a region on one would never run.
+The outermost stacks count; a list of experts inside a layer is part of that layer. Containers of containers
+(``groups.0.1``) are entered. Dictionaries with other keys (adapter registries) are no stacks. Torch calls neither
+ModuleList nor ModuleDict, so a region on one would never run.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def version_only(tensor: torch.Tensor, where: str) -> Held:
     """Hold a tensor's version counter and none of its memory."""
     held = Held(share(tensor), where)
     # Assigning data keeps the counter, which the two have in common.
-    held.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    held.tensor.data = tensor.detach().new_empty(0)
     return held
 
 

@@ -92,11 +92,13 @@ class Recorder(TorchDispatchMode):
         return True
 
     def close(self) -> None:
-        """Let go of the addresses."""
+        """Let go of the addresses, and of all else: autograd holds the pack hook, and with it this, for long."""
         for pin in self._pins:
             torch.UntypedStorage._free_weak_ref(pin)
-        self._pins.clear()
-        self._current.clear()
+        for held in (self._pins, self._current, self._doubtful, self.steps, self.calls, self.forms):
+            held.clear()
+        for held in (self.externals, self.kept, self.copies, self.slots):
+            held.clear()
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -327,6 +329,12 @@ class Recorder(TorchDispatchMode):
         given = kwargs.get("generator")
         return generator_states([*args, *kwargs.values()]), None if given is None else given.get_state()
 
+    def slots_to_replay(self, *, direct: bool) -> list[Slot]:
+        """List the slots that autograd still holds; with ``direct``, without those whose own tensor is kept anyway."""
+        self.settle()
+        slots = [slot for ref in self.slots if (slot := ref()) is not None]
+        return [slot for slot in slots if slot.state not in self.kept] if direct and self.kept else slots
+
     # -- what autograd saves -----------------------------------------------------------------------------------
 
     def slot_for(self, tensor: torch.Tensor, record: Any, *, keep_original: bool) -> Slot | None:
@@ -345,7 +353,7 @@ class Recorder(TorchDispatchMode):
         form = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         if form == self.forms[state]:
             form = None
-        slot = Slot(record, state, form, Held(tensor, self.where) if keep_original else None)
+        slot = Slot(record, state, form, Held(tensor, self.where) if keep_original or state in self.kept else None)
         self.slots.append(weakref.ref(slot))
         return slot
 

@@ -9,8 +9,7 @@ to tensors from outside, changed buffers. Its first recompute is compared with a
 without saves runs plain, with no mode in the way; a region with saves keeps comparing operators and shapes.
 
 What forward changed must not change twice: recompute runs with the buffers and attributes from before forward in
-place (``_state``). Arguments are taken apart before forward, so a block that
-assigns into a dictionary it was given starts recompute from what it was given (pytorch issue 178568).
+place (``_state``), and with the arguments as they were given (``_arguments``).
 
 Limits: hooks on modules inside a region run again in recompute; a Python side effect in plain regions is caught only
 where it changes operators, shapes or literals at the first recompute.
@@ -18,7 +17,6 @@ where it changes operators, shapes or literals at the first recompute.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import types
@@ -28,22 +26,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from lowtide.errors import RefusedError
 from lowtide.policy import LayerPolicy, RegionRecipe
+from lowtide.regions._arguments import Spec, flatten
+from lowtide.regions._modes import Recording, Repeating
 from lowtide.regions._replay import Replayer
 from lowtide.regions._session import Session
-from lowtide.regions._state import Before, StateWatch
-from lowtide.regions._tape import (
-    Recording,
-    Repeating,
-    Tape,
-    generator_states,
-    random_without_state,
-    refuse_outside_writes,
-)
+from lowtide.regions._state import StateChangedError, StateWatch
+from lowtide.regions._tape import Tape, generator_states, random_without_state, refuse_outside_writes
 
 _MOST_FORMS = 256
 
@@ -177,7 +169,7 @@ class Region:
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_caches(self.fqn, args, kwargs)
-        leaves, spec = _flatten(args, kwargs)
+        leaves, spec = flatten(args, kwargs)
         form = _form(module, leaves)
         if self.policy.executor == "replay" and form not in self.not_replayed:
             return self._replay(module, args, kwargs, form)
@@ -186,16 +178,11 @@ class Region:
         if facts is None or not facts.verified:
             out = self._run_thoroughly(invocation, leaves, form)
         else:
-            watch = StateWatch(self._modules(module), clone=facts.changed_buffers)
+            invocation.watch = StateWatch(self._modules(module), clone=facts.changed_buffers)
             if facts.needs_tape:
                 out = self._checkpoint(invocation, leaves, Tape(thorough=False, unneeded=facts.unneeded))
             else:
                 out = self._plain(invocation, leaves)
-            try:
-                invocation.before, _ = watch.changed(self.fqn)
-            except RefusedError:
-                del self.facts[form]
-                raise
         self.session.region_ended(self.fqn)
         return out
 
@@ -232,12 +219,12 @@ class Region:
     def _run_thoroughly(self, invocation: _Invocation, leaves: list[Any], form: Any) -> Any:
         """Record everything, and learn what later calls need."""
         module, self.inside = invocation.module, None
-        watch = StateWatch(self._modules(module), clone=None)
+        invocation.watch = StateWatch(self._modules(module), clone=None)
         storages = {b.untyped_storage()._cdata: name for name, b in module.named_buffers()}
         tape = Tape(thorough=True)
         invocation.learning = (form, tape)
         out = self._checkpoint(invocation, leaves, tape)
-        invocation.before, changed = watch.changed(self.fqn)
+        changed = invocation.watch.forget_unchanged()
         plan = self.session.plan
         if not plan.allow_inexact:
             refuse_outside_writes(self.fqn, tape, storages, [t for t in leaves if isinstance(t, torch.Tensor)])
@@ -292,14 +279,14 @@ class _Invocation:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        spec: _Spec,
+        spec: Spec,
     ) -> None:
         self.region = region
         self.module = module
         self.inner = region._inner(module)
         self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.spec = spec
-        self.before = Before()
+        self.watch: StateWatch | None = None
         self.recomputes = 0
         self.learning: tuple[Any, Tape] | None = None
 
@@ -311,77 +298,25 @@ class _Invocation:
         self.recomputes += 1
         if self.recomputes == 2:
             self.region.session.tell_recomputed_twice(self.region.fqn)
-        args, kwargs = self.spec.rebuild(leaves)
-        with self.before.in_place():
-            try:
+        assert self.watch is not None, "taken before forward"
+        try:
+            args, kwargs = self.spec.rebuild(leaves, self.region.fqn)
+            with self.watch.in_place(self.region.fqn):
                 out = self.inner(*args, **kwargs)
-            except _StopRecomputationError:
-                # Torch's way to end a recompute once it has all that backward needs.
-                self._ended()
-                raise
+        except _StopRecomputationError:
+            # Torch's way to end a recompute once it has all that backward needs.
+            self._ended()
+            raise
+        except StateChangedError:
+            # What was learned of this region does not hold: the next call looks again.
+            self.region.facts.clear()
+            raise
         self._ended()
         return out
 
     def _ended(self) -> None:
         if self.learning is not None:
             self.region.recompute_ended(*self.learning)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-    """How leaves become arguments again, in fresh containers, as they were before forward."""
-
-    tree: TreeSpec | None
-    positional: int
-    names: tuple[str, ...]
-    objects: tuple[tuple[int, dict[str, Any] | None], ...]
-    """Leaves that are objects with attributes, and those attributes before forward; None where a copy was made."""
-
-    def rebuild(self, given: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return args and kwargs."""
-        leaves = list(given)
-        for i, before in self.objects:
-            leaves[i] = _as_before(leaves[i], before)
-        if self.tree is not None:
-            args, kwargs = tree_unflatten(leaves, self.tree)
-            return tuple(args), kwargs
-        return tuple(leaves[: self.positional]), dict(zip(self.names, leaves[self.positional :], strict=True))
-
-
-def _as_before(value: Any, before: dict[str, Any] | None) -> Any:
-    """Return an object whose attributes are those from before forward: itself, if nothing was assigned to it."""
-    if before is None:
-        return copy.copy(value)
-    now = vars(value)
-    if len(now) == len(before) and all(now.get(k, _NOTHING) is v for k, v in before.items()):
-        return value
-    restored = copy.copy(value)
-    vars(restored).clear()
-    vars(restored).update(before)
-    return restored
-
-
-_NOTHING = object()
-_SIMPLE = (torch.Tensor, int, float, bool, str, type(None), torch.dtype, torch.device)
-_SHARED = (torch.Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
-
-
-def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], _Spec]:
-    """Take arguments apart, so that recompute starts from what forward was given."""
-    flat = [*args, *kwargs.values()]
-    if all(isinstance(v, _SIMPLE) for v in flat):
-        return flat, _Spec(None, len(args), tuple(kwargs), ())
-    leaves, tree = tree_flatten((args, kwargs))
-    objects: list[tuple[int, dict[str, Any] | None]] = []
-    for i, value in enumerate(leaves):
-        if isinstance(value, _SIMPLE + _SHARED):
-            continue
-        if hasattr(value, "__dict__"):
-            objects.append((i, dict(vars(value))))
-        elif dataclasses.is_dataclass(value):
-            leaves[i] = copy.copy(value)
-            objects.append((i, None))
-    return leaves, _Spec(tree, 0, (), tuple(objects))
 
 
 def _form(module: nn.Module, leaves: list[Any]) -> Any:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lowtide.regions._catalogue import Catalogue, Kind
 from lowtide.regions._held import Form, Held, Passed, Slot, copy_of_storage, version_only
@@ -38,7 +39,7 @@ __all__ = ["Record", "Replayer"]
 
 _MOST_SCHEDULES = 16
 
-Hooks = tuple[Callable[..., Any], Callable[..., Any]] | None
+HookPair = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class Record:
@@ -57,29 +58,42 @@ class Record:
         self._values: list[torch.Tensor | None] = []
         """State -> what was replayed or fetched of it, as long as it is needed."""
         self._node: Node | None = None
+        self._passed_on = False
 
     # -- after forward -----------------------------------------------------------------------------------------
 
-    def finish(self, slots: list[Slot], schedules: list[Schedule], hooks: Hooks) -> None:
+    def finish(self, slots: list[Slot], schedules: list[Schedule]) -> None:
         """Take over from the recorder what a backward of these slots needs."""
         recorder = self._recorder
         assert recorder is not None
         states = tuple([slot.state for slot in slots])
         schedule = _find(schedules, recorder, states)
-        kept = {s: _pass(recorder.kept[s], hooks) for s in schedule.states & schedule.kept}
+        self._schedule = schedule
+        self._slots = [weakref.ref(slot) for slot in slots]
+        self._calls = {index: recorder.calls[index] for index in schedule.needed}
+        self._values = [None] * len(recorder.forms)
+        externals, copies = recorder.externals, recorder.copies
+        for state in schedule.outside:
+            held = externals.get(state)
+            self._held[state] = Held(copies[state], recorder.where) if held is None else held
+        self._let_slots_keep(slots, {s: recorder.kept[s] for s in schedule.inner_kept})
+
+    def _let_slots_keep(self, slots: list[Slot], kept: Mapping[int, Held | Passed]) -> None:
+        """Give each slot the kept values that it depends on: they go when the last such slot goes."""
+        schedule = self._schedule
+        assert schedule is not None
+        self._kept = {s: weakref.ref(value) for s, value in kept.items()}
         for index, (slot, keeps) in enumerate(zip(slots, schedule.keeps, strict=True)):
             slot.index = index
             if keeps:
                 slot.keeps = tuple([kept[s] for s in keeps])
-        self._schedule = schedule
-        self._slots = [weakref.ref(slot) for slot in slots]
-        self._calls = {index: recorder.calls[index] for index in schedule.needed}
-        self._kept = {s: weakref.ref(value) for s, value in kept.items()}
-        externals, copies = recorder.externals, recorder.copies
-        for state in schedule.outside:
-            held = externals[state] if state in externals else Held(copies[state], recorder.where)
-            self._held[state] = _pass(held, hooks)
-        self._values = [None] * len(recorder.forms)
+
+    def pass_on(self, slots: list[Slot], hooks: HookPair) -> None:
+        """Hand what is held to the saved-tensor hooks around the region."""
+        self._passed_on = True
+        kept = {s: value for s, ref in self._kept.items() if (value := ref()) is not None}
+        self._held = {s: _passed(self._held[s], hooks) for s in sorted(self._held)}
+        self._let_slots_keep(slots, {s: _passed(kept[s], hooks) for s in sorted(kept)})
 
     def watch(self, outputs: Any) -> None:
         """Remember the versions of outputs that share storage with a value that backward may need."""
@@ -135,7 +149,7 @@ class Record:
         record = Record(recorder)
         again = Slot(record, slot.state, slot.form, None)
         with recorder.pause():
-            record.finish([again], [], None)
+            record.finish([again], [])
             return record.take(again)
 
     def _begin(self, schedule: Schedule) -> Node:
@@ -167,6 +181,8 @@ class Record:
         values, calls, schedule = self._values, self._calls, self._schedule
         assert schedule is not None
         steps = schedule.steps
+        if self._passed_on:
+            self._fetch_first(runs)
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             for run in runs:
                 for before, after, copied in run.writes:
@@ -186,6 +202,13 @@ class Record:
                     values[state] = out if isinstance(out, torch.Tensor) else out[position]
                 for state in run.frees:
                     values[state] = None
+
+    def _fetch_first(self, runs: Iterable[Run]) -> None:
+        """Ask the hooks around the region before autograd is switched off: a checkpoint around it may recompute."""
+        for run in runs:
+            for state in (*run.sources, *(before for before, _, _ in run.writes)):
+                if self._values[state] is None and (state in self._held or state in self._kept):
+                    self._fetch(state)
 
     def _arguments(self, call: Call, sources: tuple[int, ...]) -> tuple[list[Any], Mapping[str, Any]]:
         rest, kwargs, reads, _ = call
@@ -247,6 +270,20 @@ class Record:
         return [held.tensor for held in self._held.values() if isinstance(held, Held)]
 
 
+@contextmanager
+def _without_vmap() -> Generator[None]:
+    """Step out of a vmap around backward, which would refuse random operators."""
+    depth = torch._C._vmapmode_increment_nesting()
+    for _ in range(depth):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(depth - 1):
+            torch._C._vmapmode_increment_nesting()
+
+
 def _find(schedules: list[Schedule], recorder: Recorder, states: tuple[int, ...]) -> Schedule:
     """Return the schedule for what was recorded: the last one used first."""
     steps, kept = tuple(recorder.steps), frozenset(recorder.kept)
@@ -261,8 +298,8 @@ def _find(schedules: list[Schedule], recorder: Recorder, states: tuple[int, ...]
     return schedule
 
 
-def _pass(held: Held, hooks: Hooks) -> Held | Passed:
-    return held if hooks is None else Passed(held.get(), hooks)
+def _passed(held: Held | Passed, hooks: HookPair) -> Passed:
+    return Passed(held.get(), hooks)
 
 
 def _look(base: torch.Tensor, form: Form) -> torch.Tensor:
@@ -284,7 +321,8 @@ def _call_random(kind: Kind, args: list[Any], kwargs: Mapping[str, Any], generat
         restore_generators(states)
         if given is not None and own is not None:
             given.set_state(own)
-        return kind.call(*args, **kwargs)
+        with _without_vmap():
+            return kind.call(*args, **kwargs)
     finally:
         restore_generators(before)
         if given is not None and given_before is not None:
@@ -357,7 +395,7 @@ class Replayer:
         """
         recorder = Recorder(self._catalogue, self._witness, self._fqn, watch=verify)
         record = Record(recorder)
-        hooks: Hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+        hooks: HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
 
         def pack(tensor: torch.Tensor) -> Slot | Held | Passed:
             slot = recorder.slot_for(tensor, record, keep_original=verify)
@@ -369,16 +407,17 @@ class Replayer:
             with torch.autograd.graph.saved_tensors_hooks(pack, _unpack), recorder:
                 out = call()
             problem = recorder.problem
-            recorder.settle()
-            slots = [slot for ref in recorder.slots if (slot := ref()) is not None]
+            slots = recorder.slots_to_replay(direct=hooks is None)
             if slots and not (verify and problem):
-                record.finish(slots, self._schedules, hooks)
+                record.finish(slots, self._schedules)
                 record.watch(out)
                 if verify:
                     problem = _verify(record, slots, module, foreign=recorder.saw_foreign)
-            if verify and problem is None:
-                for slot in slots:
-                    slot.original = None
+                if not (verify and problem):
+                    for slot in slots:
+                        slot.original = None
+                    if hooks is not None:
+                        record.pass_on(slots, hooks)
         finally:
             record.forward_ended()
             recorder.close()

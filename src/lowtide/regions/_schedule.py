@@ -74,7 +74,9 @@ class Schedule:
         """States that such a backward touches: what is not made by a needed operator must be held."""
         self.outside = frozenset(s for s in states if s not in self._producer)
         """States from outside that it reads."""
-        self.watchable = frozenset(slots) | (kept & states)
+        self.inner_kept = frozenset(states & kept)
+        """Kept states that it reads."""
+        self.watchable = frozenset(slots) | self.inner_kept
         """States that stay or come back, so that a write to them from outside is an error."""
         self.keeps = tuple(frozenset(self.closure((state,))[1] & kept) for state in slots)
         """For each slot, the kept states that it depends on."""
