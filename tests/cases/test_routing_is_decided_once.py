@@ -34,15 +34,23 @@ class Flipping(models.MoE):
 
 
 class Jitter(nn.Module):
-    """Not part of the model's mathematics: what differs between two runs of a kernel with the same inputs."""
+    """Not part of the model's mathematics: what differs between two runs of a kernel with the same inputs.
+
+    An operator of its own, so that no operator, shape or literal shows that the second run differs.
+    """
 
     calls = 0
 
     def forward(self, x: Tensor, share: float) -> Tensor:
-        Jitter.calls += 1
-        sign = 1.0 if Jitter.calls % 2 else -1.0
-        flipped = (torch.arange(x.shape[0]) < share * x.shape[0]).to(x.dtype)
-        return torch.outer(torch.where(flipped > 0, sign, 1.0), torch.tensor([3.0, 1.0, -1.0, -3.0]))
+        return _jitter(x.detach(), share)
+
+
+@torch.library.custom_op("lowtide_tests::jitter", mutates_args=())
+def _jitter(x: Tensor, share: float) -> Tensor:
+    Jitter.calls += 1
+    sign = 1.0 if Jitter.calls % 2 else -1.0
+    flipped = torch.arange(x.shape[0]) < share * x.shape[0]
+    return torch.outer(torch.where(flipped, sign, 1.0), torch.tensor([3.0, 1.0, -1.0, -3.0]))
 
 
 def _build(share: float) -> nn.Module:
@@ -58,8 +66,8 @@ def _run(model: nn.Module, i: int) -> Tensor:
     Jitter.calls = 0
     tokens = models.tokens(SPEC, step=i)
     logits = model(tokens)
-    # An even number of calls in forward: recompute of every block sees the other sign than forward did.
-    Jitter.calls = 1
+    # Two blocks ran, and backward begins with the last: recompute of each sees the other sign than forward did.
+    assert Jitter.calls == 2
     loss = models.loss_of(logits, tokens)
     loss.backward()
     return loss
@@ -97,7 +105,7 @@ def route(name: str, scores: Tensor) -> Tensor:
         case "bucketize":
             return torch.bucketize(scores[:, 0], torch.tensor([-0.5, 0.0, 0.5]))
         case "searchsorted":
-            return torch.searchsorted(torch.tensor([-0.5, 0.0, 0.5]), scores[:, 0])
+            return torch.searchsorted(torch.tensor([-0.5, 0.0, 0.5]), scores[:, 0].contiguous())
         case "max":
             return scores.max(-1).indices
     raise AssertionError(name)
@@ -116,20 +124,25 @@ class Routed(nn.Module):
         return x + torch.einsum("td,tde->te", flat, self.experts[chosen]).view_as(x).tanh()
 
 
-@pytest.mark.parametrize("name", ["topk", "argmax", "argmin", "sort", "argsort", "bucketize", "searchsorted", "max"])
-def test_every_operator_that_routes_is_decided_once(name):
-    def build() -> nn.Module:
-        model = models.build(SPEC)
-        torch.manual_seed(2)
-        model.layers = nn.ModuleList(nn.Sequential(Routed(name), nn.RMSNorm(32)) for _ in range(2))
-        return model
+def _build_routed(name: str) -> nn.Module:
+    model = models.build(SPEC)
+    torch.manual_seed(2)
+    model.layers = nn.ModuleList(nn.Sequential(Routed(name), nn.RMSNorm(32)) for _ in range(2))
+    return model
 
+
+@pytest.mark.parametrize("name", ["topk", "argmax", "argmin", "sort", "argsort", "bucketize", "searchsorted"])
+def test_every_operator_that_routes_is_decided_once(name):
+    law.assert_law(partial(_build_routed, name), _run, FULL, steps=2)
+
+
+def test_what_no_list_knows_to_route_is_found_by_strict_comparison_only():
+    """The control of the tests above: the second decision really is another one."""
+    build = partial(_build_routed, "max")
     control = law.check_control(build, _run, steps=2)
-    try:
-        found = law.run_steps(build, _run, FULL, steps=2)
-    except RecomputeError:
-        return
-    assert law.differences(control, found) == []
+    assert law.differences(control, law.run_steps(build, _run, FULL, steps=2)) != []
+    with pytest.raises(RecomputeError, match=r"lowtide_tests\.jitter"):
+        law.run_steps(build, _run, {**FULL, "determinism": "strict"}, steps=2)
 
 
 def _experts_on_two_ranks(policy: Any) -> list[str]:
