@@ -16,10 +16,10 @@
     prediction/   hardware (the table of devices)                                                       no torch
     ── torch starts here ──
     tracing/      one block's operators, or a whole training step, under fake tensors, as a target device would run them
-    regions/      the only code that changes a model: discover · operators · apply and remove · recompute
+    regions/      the only code that changes a model: discover · operators · apply and remove · recompute · replay
     measurement/  live bytes, saved bytes, the true peak of a step
     api/          the verbs, each joining the parts above
-    training/     config registry mesh data model optim parallelize checkpoint events loop tracking entry
+    training/     config registry mesh data model optim parallelize checkpoint events loop tracking entry launch
     ── torch ends ──
     cli/          one thin file a verb
 

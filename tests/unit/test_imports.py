@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -10,7 +11,23 @@ import pytest
 
 import lowtide
 
-PURE = ["lowtide", "lowtide.errors", "lowtide.policy", "lowtide.prediction", "lowtide.records"]
+PURE = [
+    "lowtide",
+    "lowtide.cli",
+    "lowtide.errors",
+    "lowtide.policy",
+    "lowtide.prediction",
+    "lowtide.records",
+    "lowtide.training",
+    "lowtide.training.checkpoint_folder",
+    "lowtide.training.config",
+    "lowtide.training.ids",
+    "lowtide.training.launch",
+    "lowtide.training.run_folder",
+    "lowtide.training.summary",
+    "lowtide.training.tracking",
+    "lowtide.units",
+]
 
 PUBLIC = [
     "Applied",
@@ -57,6 +74,35 @@ def test_policies_are_made_and_resolved_without_torch():
 def test_the_public_names_are_these():
     assert sorted(lowtide.__all__) == PUBLIC
     assert set(PUBLIC) <= set(dir(lowtide))
+
+
+PARTS = {
+    "lowtide.api": ["Applied", "SavedBytes", "SavedColumn", "apply", "saved_bytes", "trace"],
+    "lowtide.measurement": [
+        "AllocatorEvents", "BlockSaved", "EventAccount", "LiveStorages", "Peak", "PeakMeter", "SavedMeasurement",
+        "StorageRecord", "measure_peak", "measure_saved_bytes", "tensors_in",
+    ],
+    "lowtide.policy": [
+        "ALIASES", "Block", "EveryNthLayer", "Full", "Keep", "LayerPolicy", "NoPolicy", "Pattern", "Policy",
+        "ROUTING_OPS", "RegionRecipe", "Resolution", "SaveRule", "SelectiveOp", "SomeLayers", "match_fqns",
+        "parse_policy", "resolve",
+    ],
+    "lowtide.regions": [
+        "Applied", "Region", "Slot", "apply", "bare_fqn", "compress_names", "find_blocks", "innermost", "slots",
+    ],
+    "lowtide.training": ["LoadedConfig", "Summary", "TrainConfig", "load_config", "run"],
+    "lowtide.training.config": [
+        "LoadedConfig", "TrainConfig", "config_hash", "load", "load_config", "reference_page", "to_yaml",
+    ],
+    "lowtide.units": ["format_bytes", "parse_bytes"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_names_of_the_parts_are_these(part):
+    module = importlib.import_module(part)
+    assert sorted(module.__all__) == PARTS[part]
+    assert [name for name in PARTS[part] if not hasattr(module, name)] == []
 
 
 def test_every_submodule_imports_and_none_shadows_a_public_name():

@@ -16,6 +16,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lowtide.errors import PolicyError
+
 _RANGE = re.compile(r"(-?\d{1,9})(?:-(-?\d{1,9}))?")
 _SEGMENT = re.compile(r"[\w*?-]+")
 
@@ -53,10 +55,10 @@ class Pattern:
         """Parse a glob.
 
         Raises:
-            ValueError: an empty segment, an unclosed brace or a range that is none.
+            PolicyError: an empty segment, an unclosed brace or a range that is none.
         """
         if not text.strip():
-            raise ValueError("an empty pattern matches nothing")
+            raise PolicyError("an empty pattern matches nothing")
         return cls(text, tuple(_parse_segment(s, text) for s in _split(text)))
 
     def match(self, fqns: Iterable[str]) -> list[str]:
@@ -75,7 +77,7 @@ def _parse_segment(segment: str, text: str) -> str | _Indices:
     if segment.startswith("{") and segment.endswith("}"):
         return _Indices(tuple(_parse_range(part.strip(), text) for part in segment[1:-1].split(",")))
     if not _SEGMENT.fullmatch(segment) or ("**" in segment and segment != "**"):
-        raise ValueError(
+        raise PolicyError(
             f"{text!r}: the segment {segment!r} is not legal. A segment is a name, *, ** or indices in braces, "
             "as in model.layers.{0-7}, layers.{-1}, layers.{0-3,8}"
         )
@@ -85,11 +87,11 @@ def _parse_segment(segment: str, text: str) -> str | _Indices:
 def _parse_range(part: str, text: str) -> tuple[int, int]:
     found = _RANGE.fullmatch(part)
     if found is None:
-        raise ValueError(f"{text!r}: {part!r} is not an index or a range of indices such as 0-7 or -1")
+        raise PolicyError(f"{text!r}: {part!r} is not an index or a range of indices such as 0-7 or -1")
     first = int(found[1])
     last = int(found[2]) if found[2] is not None else first
     if (first >= 0) == (last >= 0) and last < first:
-        raise ValueError(f"{text!r}: the range {part!r} runs backwards")
+        raise PolicyError(f"{text!r}: the range {part!r} runs backwards")
     return first, last
 
 
@@ -128,7 +130,7 @@ def match_fqns(patterns: Iterable[str], fqns: Iterable[str]) -> dict[str, list[s
     """Return, for each pattern, the FQNs that it matches, in the order given.
 
     Raises:
-        ValueError: a pattern that does not parse.
+        PolicyError: a pattern that does not parse.
     """
     names = list(fqns)
     return {text: Pattern.parse(text).match(names) for text in patterns}

@@ -110,7 +110,7 @@ def _chooses(policy: LayerPolicy, block: Block) -> bool:
     return True
 
 
-def _check_indices(wanted: Sequence[int] | str, blocks: Sequence[Block]) -> None:
+def _check_indices(wanted: Sequence[int], blocks: Sequence[Block]) -> None:
     present = sorted({b.index for b in blocks})
     missing = [i for i in wanted if i not in present]
     if missing:

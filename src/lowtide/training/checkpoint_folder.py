@@ -43,7 +43,7 @@ __all__ = [
     "read_complete",
 ]
 
-_log = logging.getLogger("lowtide")
+_LOG = logging.getLogger(__name__)
 _SCHEMA_VERSION = 1
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,15})")
@@ -161,7 +161,7 @@ def finish(
 
 
 def latest_complete(
-    folder: Path, *, tell: Callable[[str], None] = _log.warning, check_contents: bool = True
+    folder: Path, *, tell: Callable[[str], None] = _LOG.warning, check_contents: bool = True
 ) -> CheckpointInfo | None:
     """Find the newest whole checkpoint; None where there is none. Collective: rank 0 looks, all ranks learn.
 
@@ -252,7 +252,7 @@ def _set_aside_later(folder: Path, step: int) -> None:
         if aside.exists():
             shutil.rmtree(aside)
         path.rename(aside)
-        _log.warning("%s is of a run that step %d left behind; it is kept as %s", path, step, aside.name)
+        _LOG.warning("%s is of a run that step %d left behind; it is kept as %s", path, step, aside.name)
 
 
 def _remove_oldest(folder: Path, keep_last: int) -> None:

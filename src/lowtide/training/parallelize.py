@@ -50,7 +50,7 @@ from lowtide.training.parallelize_kinds import (
 
 __all__ = ["Parallelized", "gradient_sync", "parallelize"]
 
-_log = logging.getLogger("lowtide")
+_LOG = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _COMPILE_OPTIONS: Mapping[str, Any] = {"fullgraph": True}
 
@@ -198,7 +198,7 @@ def _find_units(model: nn.Module, applied: Applied) -> list[_Unit]:
     except NothingMatchedError as error:
         blocks = [region.fqn for region in applied.regions]
         told = listing(blocks) if blocks else f"none, so it is one unit ({error})"
-        _log.info("%s has no repeated stack; its blocks: %s", type(model).__name__, told)
+        _LOG.info("%s has no repeated stack; its blocks: %s", type(model).__name__, told)
     places: dict[int, list[str]] = {}
     modules: dict[str, nn.Module] = {}
     for slot in slots(model):
@@ -221,7 +221,7 @@ def _compile(model: nn.Module, units: list[_Unit], options: Mapping[str, Any]) -
             raise RefusedError(f"compile: {inside} is compiled already; give the model as it was built")
     for unit in units:
         if len(unit.names) > 1:
-            _log.info("compile: %s are one module, compiled once for all", listing(unit.names))
+            _LOG.info("compile: %s are one module, compiled once for all", listing(unit.names))
         unit.module.compile(**options)
     return tuple(unit.names[0] for unit in units)
 

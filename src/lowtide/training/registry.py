@@ -228,11 +228,9 @@ class Family:
 
     def _class_for(self, value: Mapping[Any, Any]) -> type[Component]:
         kind, legal = value.get("kind"), kinds(self.name)
-        if not isinstance(kind, str):
-            if kind is None:
-                raise kind_error("kind_missing", kind, "is required", legal)
-            raise kind_error("kind_unknown", kind, f"no such kind of {self.name}", legal)
-        if kind not in legal:
+        if kind is None:
+            raise kind_error("kind_missing", kind, "is required", legal)
+        if not isinstance(kind, str) or kind not in legal:
             raise kind_error("kind_unknown", kind, f"no such kind of {self.name}", legal)
         try:
             return find_kind(self.name, kind)
@@ -332,9 +330,7 @@ def _import_target(target: str) -> Any:
         if not hasattr(found, name):
             legal = [public for public in dir(found) if not public.startswith("_")]
             raise PydanticCustomError(
-                "target_unknown",
-                "no {name} in {module}",
-                {"name": name, "module": module_name, "legal": legal},
+                "target_unknown", "no {name} in {module}", {"name": name, "module": module_name, "legal": legal}
             )
         found = getattr(found, name)
     if not callable(found):

@@ -24,7 +24,7 @@ from lowtide.errors import InputError, listing, nearest
 
 __all__ = ["build_from_config", "build_from_directory"]
 
-_log = logging.getLogger("lowtide")
+_LOG = logging.getLogger(__name__)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 
 
@@ -146,7 +146,7 @@ def _check_loading(directory: Path, told: dict[str, Any]) -> None:
         )
     unexpected = sorted(told.get("unexpected_keys") or ())
     if unexpected:
-        _log.warning("%s: the model has no place for %s; they were not loaded", directory, listing(unexpected))
+        _LOG.warning("%s: the model has no place for %s; they were not loaded", directory, listing(unexpected))
 
 
 def _first_lines(error: BaseException) -> str:
