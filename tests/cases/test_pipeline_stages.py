@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.errors import LowtideError
 from tests.helpers import law, models
 from tests.helpers.families import FULL, SELECTIVE, both, spec_step
 from tests.helpers.models import Spec
@@ -65,15 +64,12 @@ def _split(policy: Any) -> tuple[dict[str, Tensor], int]:
 
 
 @pytest.mark.parametrize("policy", [FULL, SELECTIVE], ids=["full", "selective_op"])
-def test_a_backward_in_two_passes_is_exact_or_told(policy):
+def test_a_backward_in_two_passes_is_exact(policy):
     control, again = _split(None)
     twice, _ = _split(None)
     assert again == 0
     assert all(law.same_bits(control[n], twice[n]) for n in control)
-    try:
-        found, _ = _split(policy)
-    except LowtideError:
-        return
+    found, _ = _split(policy)
     assert [n for n in control if not law.same_bits(control[n], found[n])] == []
 
 
@@ -144,10 +140,6 @@ def _zero_bubble(schedule: str, policy: Any) -> tuple[list[str], int, list[str]]
 @pytest.mark.parametrize("policy", [FULL, SELECTIVE], ids=["full", "selective_op"])
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_zero_bubble_schedules_recompute_once_or_are_told(run_on, schedule, policy):
-    try:
-        results = run_on(2, _zero_bubble, schedule, policy)
-    except LowtideError:
-        return
-    for differing, again, told in results:
+    for differing, again, told in run_on(2, _zero_bubble, schedule, policy):
         assert differing == []
-        assert again <= 2 * 2 * 2 or any("lowtide" in text or "region" in text for text in told)
+        assert again <= 2 * 2 * 2 or any("is recomputed more than once" in text for text in told)
