@@ -29,9 +29,7 @@ _GANG = pytest.StashKey[Any]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--run-full", action="store_true", help="also run the long matrices (tests marked `full`)"
-    )
+    parser.addoption("--run-full", action="store_true", help="also run the long matrices (tests marked `full`)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -81,9 +79,7 @@ def _no_compiler() -> str:
     include = sysconfig.get_paths()["include"]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
-        source.write_text(
-            "#include <Python.h>\n#include <omp.h>\nint probe() { return omp_get_max_threads(); }\n"
-        )
+        source.write_text("#include <Python.h>\n#include <omp.h>\nint probe() { return omp_get_max_threads(); }\n")
         argv = [
             compiler,
             "-fopenmp",

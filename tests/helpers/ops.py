@@ -83,12 +83,15 @@ def _storages_of(value: Any) -> list[Any]:
 
 def saved_bytes(forward: Callable[[], Any]) -> int:
     """Bytes made by ``forward`` that are alive after it, its result included; cycles are collected first."""
-    gc.collect()
     storages = Storages()
-    with storages:
-        kept = forward()
-    gc.collect()
-    total = storages.alive_bytes()
+    gc.freeze()  # what is there already is not looked at: a collection takes seconds after a compile
+    try:
+        with storages:
+            kept = forward()
+        gc.collect()
+        total = storages.alive_bytes()
+    finally:
+        gc.unfreeze()
     del kept
     return total
 

@@ -31,9 +31,7 @@ def ranges(draw: st.DrawFn) -> str:
     return "{" + ",".join(parts) + "}"
 
 
-PATTERN_SEGMENTS = st.one_of(
-    SEGMENTS, st.sampled_from(["*", "**", "layer*", "?", "m*", "*_?", "1*"]), ranges()
-)
+PATTERN_SEGMENTS = st.one_of(SEGMENTS, st.sampled_from(["*", "**", "layer*", "?", "m*", "*_?", "1*"]), ranges())
 PATTERNS = st.lists(PATTERN_SEGMENTS, min_size=1, max_size=5).map(".".join)
 
 
@@ -48,11 +46,7 @@ def _brute(pattern: list[str], rest: list[str], before: list[str], names: list[s
     head, *tail = pattern
     if head == "**":
         return any(_brute(tail, rest[i:], before + rest[:i], names) for i in range(len(rest) + 1))
-    return (
-        bool(rest)
-        and _one(head, rest[0], before, names)
-        and _brute(tail, rest[1:], [*before, rest[0]], names)
-    )
+    return bool(rest) and _one(head, rest[0], before, names) and _brute(tail, rest[1:], [*before, rest[0]], names)
 
 
 def _one(head: str, segment: str, before: list[str], names: list[str]) -> bool:

@@ -48,9 +48,7 @@ JSONISH = st.recursive(
     SCALARS,
     lambda inner: (
         st.lists(inner, max_size=4)
-        | st.dictionaries(
-            st.sampled_from([*KEYS, *KINDS, "op", "keep", "optional", "m"]) | SCALARS, inner, max_size=4
-        )
+        | st.dictionaries(st.sampled_from([*KEYS, *KINDS, "op", "keep", "optional", "m"]) | SCALARS, inner, max_size=4)
     ),
     max_leaves=12,
 )
@@ -150,9 +148,7 @@ def test_keep_saves_the_first_m_of_every_n_calls_exactly(a, b, calls):
 @st.composite
 def block_lists(draw: st.DrawFn) -> list[Block]:
     stacks = draw(
-        st.lists(
-            st.sampled_from(["layers", "model.layers", "encoder.h", "groups.0"]), min_size=1, unique=True
-        )
+        st.lists(st.sampled_from(["layers", "model.layers", "encoder.h", "groups.0"]), min_size=1, unique=True)
     )
     blocks: list[Block] = []
     for stack in stacks:
@@ -196,9 +192,7 @@ def test_a_list_of_layers_is_met_exactly_or_refused(blocks, data):
         with pytest.raises(PolicyError, match="no block has index"):
             resolve(policy, blocks)
         return
-    assert [r.block.fqn for r in resolve(policy, blocks).regions] == [
-        b.fqn for b in blocks if b.index in wanted
-    ]
+    assert [r.block.fqn for r in resolve(policy, blocks).regions] == [b.fqn for b in blocks if b.index in wanted]
 
 
 @given(block_lists())
