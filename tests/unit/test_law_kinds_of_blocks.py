@@ -75,19 +75,9 @@ def _exact_or_told(build: Callable[[], nn.Module], step: law.Step, policy: Any, 
 
 
 @both
-def test_a_table_that_is_built_in_the_first_forward_is_exact_or_told(policy):
+def test_a_table_that_is_built_in_the_first_forward_is_exact(policy):
     spec = Spec(table="lazy")
-    build, step = partial(models.build, spec), partial(spec_step, spec=spec)
-    if not _exact_or_told(build, step, policy):
-
-        def warmed() -> nn.Module:
-            model = build()
-            with torch.no_grad():
-                model(models.tokens(spec))
-            return model
-
-        # What the message advises must help.
-        law.assert_law(warmed, step, policy)
+    law.assert_law(partial(models.build, spec), partial(spec_step, spec=spec), policy)
 
 
 class Odd(nn.Module):
@@ -259,13 +249,16 @@ def test_saving_odd_operators_is_exact_or_refused(function):
 # What reads Python state
 
 
+# Each changes what recompute must run again: a factor at the end would never be computed a second time.
+
+
 def python_random(block: Any, x: Tensor) -> Tensor:
-    return block.down(block.up(x).relu()) * random.choice([0.5, 1.0, 2.0])
+    return block.down(block.up(x * random.random()).relu())
 
 
 def python_counter(block: Any, x: Tensor) -> Tensor:
     block.n += 1
-    return block.down(block.up(x).relu()) * (1.0 + block.n)
+    return block.down(block.up(x * (1.0 + block.n)).relu())
 
 
 def counter_in_a_shape_free_branch(block: Any, x: Tensor) -> Tensor:
@@ -288,27 +281,30 @@ def tensor_state(block: Any, x: Tensor) -> Tensor:
 def later_counter(block: Any, x: Tensor) -> Tensor:
     """Changes what it does long after its first recompute was compared."""
     block.n += 1
-    return block.down(block.up(x).relu()) * (2.0 if block.n > 6 else 1.0)
+    return block.down(block.up(x * (2.0 if block.n > 6 else 1.0)).relu())
 
 
-STATEFUL = [python_random, python_counter, counter_in_a_shape_free_branch, list_cache, tensor_state, later_counter]
+STATEFUL = [python_counter, counter_in_a_shape_free_branch, list_cache, tensor_state, later_counter]
 
 
 @both
 @pytest.mark.parametrize("function", STATEFUL, ids=lambda f: f.__name__)
-def test_python_state_that_changes_is_exact_or_told(function, policy):
+def test_state_of_modules_that_changes_is_exact(function, policy):
+    law.assert_law(odd(function), step, _addmm(policy), steps=8)
+
+
+@both
+def test_state_from_outside_of_modules_that_changes_is_told(policy):
     def seeded(model: nn.Module, i: int) -> Tensor:
         random.seed(i)
         return step(model, i)
 
-    policy = _addmm(policy)
-    _exact_or_told(odd(function), seeded, policy, steps=8)
+    assert not _exact_or_told(odd(python_random), seeded, _addmm(policy), steps=8)
 
 
 @both
-def test_a_gradient_taken_inside_a_region_is_exact_or_told(policy):
-    policy = _addmm(policy)
-    _exact_or_told(odd(own_gradient_inside), step, policy)
+def test_a_gradient_taken_inside_a_region_is_told(policy):
+    assert not _exact_or_told(odd(own_gradient_inside), step, _addmm(policy))
 
 
 @both
@@ -326,7 +322,7 @@ def test_a_generator_of_its_own_is_refused_before_backward(policy):
 
 
 @both
-def test_an_input_that_is_written_in_place_is_exact_or_told(policy):
+def test_an_input_that_is_written_in_place_is_told(policy):
     def build() -> nn.Module:
         class Writing(nn.Module):
             def __init__(self) -> None:
@@ -348,8 +344,7 @@ def test_an_input_that_is_written_in_place_is_exact_or_told(policy):
         x += 1.0
         return block.down(block.up(x).tanh())
 
-    policy = _addmm(policy)
-    _exact_or_told(build, step, policy)
+    assert not _exact_or_told(build, step, _addmm(policy))
 
 
 def test_strict_determinism_names_the_first_operator_that_differs():
