@@ -34,10 +34,10 @@ def measure_cell(cell: Cell, world: World) -> Peak:
     built.model.train()
     trainer = Trainer(built, Bus(), Path(), progress=Progress(0, 0, 0), saved=True, stop=StopRequest())
     batches = built.data.batches()
-    trainer._optimize(1, batches)
+    trainer.optimize(1, batches)
     gc.collect()
     return measure_peak(
-        lambda: trainer._optimize(2, batches), static=(built.model, built.optimizer), device=world.device
+        lambda: trainer.optimize(2, batches), static=(built.model, built.optimizer), device=world.device
     )
 
 

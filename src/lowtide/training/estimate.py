@@ -124,7 +124,7 @@ def _trace(
     trainer = Trainer(built, Bus(), Path(), progress=Progress(0, 0, 0), saved=True, stop=StopRequest())
     batches = _fake_batches(batch)
     return trace_step(
-        lambda: trainer._optimize(1, batches),
+        lambda: trainer.optimize(1, batches),
         model=built.model,
         optimizer=optimizer,
         setup=setup,

@@ -109,7 +109,7 @@ class Trainer:
         results: list[tuple[Tensor, Tensor]] = []
 
         def act() -> None:
-            results.append(self._optimize(step, batches))
+            results.append(self.optimize(step, batches))
 
         if nth == _MEASURED_STEP:
             self._measure(step, act)
@@ -123,7 +123,7 @@ class Trainer:
         if nth == 1 or is_last or _due(step, self._config.logging.every):
             self._tell(step, self._mean_over_ranks(loss), norm, step_ms)
 
-    def _optimize(self, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def optimize(self, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Run forward and backward for each micro-batch, then the optimizer; return loss and gradient norm."""
         built, accumulation = self._built, self._config.training.grad_accumulation
         total = torch.zeros((), device=self._device)
