@@ -19,7 +19,8 @@ _catalogue   which operators can be recorded, and how
 _record      what forward ran, over numbered values
 _schedule    what backward needs of it, and in which order
 _held        values between forward and backward
-_replay      forward recorded, backward run from the record
+_rerun       one call's values in backward, run from the record
+_replay      forward on record; verified the first time
 
 executor compile
 _compiled    the same decisions for the compiler's partitioner
