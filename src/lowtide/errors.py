@@ -11,6 +11,7 @@
     ├── StoppedError                      a signal came; the run saved          exit code 75
     └── FailedError (RuntimeError)        something went wrong while running    exit code 1
         ├── RecomputeError                a region's second forward differed from its first
+        │   └── StateChangedError         what it reads was written between forward and backward
         ├── RunOutOfMemoryError           an allocation failed
         └── RankError                     a process of the run died or reported an error
 
@@ -35,6 +36,7 @@ __all__ = [
     "RecomputeError",
     "RefusedError",
     "RunOutOfMemoryError",
+    "StateChangedError",
     "StoppedError",
     "UserError",
     "find_error",
@@ -93,6 +95,10 @@ class FailedError(LowtideError, RuntimeError):
 
 class RecomputeError(FailedError):
     """A region's recompute did not repeat its forward: its gradients would be wrong."""
+
+
+class StateChangedError(RecomputeError):
+    """A tensor that a region reads was changed in place between forward and backward."""
 
 
 class RunOutOfMemoryError(FailedError):

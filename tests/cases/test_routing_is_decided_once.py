@@ -108,6 +108,14 @@ def route(name: str, scores: Tensor) -> Tensor:
             return torch.searchsorted(torch.tensor([-0.5, 0.0, 0.5]), scores[:, 0].contiguous())
         case "max":
             return scores.max(-1).indices
+        case "min":
+            return (-scores).min(-1).indices
+        case "kthvalue":
+            return scores.kthvalue(4, dim=-1).indices
+        case "median":
+            return scores.median(-1).indices
+        case "threshold":
+            return (scores[:, 1] > scores[:, 0]).long()
     raise AssertionError(name)
 
 
@@ -131,14 +139,17 @@ def _build_routed(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", ["topk", "argmax", "argmin", "sort", "argsort", "bucketize", "searchsorted"])
+@pytest.mark.parametrize(
+    "name",
+    ["topk", "argmax", "argmin", "sort", "argsort", "bucketize", "searchsorted", "max", "min", "kthvalue", "median"],
+)
 def test_every_operator_that_routes_is_decided_once(name):
     law.assert_law(partial(_build_routed, name), _run, FULL, steps=2)
 
 
 def test_what_no_list_knows_to_route_is_found_by_strict_comparison_only():
     """The control of the tests above: the second decision really is another one."""
-    build = partial(_build_routed, "max")
+    build = partial(_build_routed, "threshold")
     control = law.check_control(build, _run, steps=2)
     assert law.differences(control, law.run_steps(build, _run, FULL, steps=2)) != []
     with pytest.raises(RecomputeError, match=r"lowtide_tests\.jitter"):

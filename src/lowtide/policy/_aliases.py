@@ -48,5 +48,12 @@ ROUTING_OPS: tuple[str, ...] = (
     "aten.argmin",
     "aten.bucketize",
     "aten.searchsorted",
+    "aten.max.dim",
+    "aten.min.dim",
+    "aten.kthvalue",
+    "aten.mode",
+    "aten.median.dim",
+    "aten.multinomial",
 )
-"""Operators whose integer results route tokens. Every kind saves them: a router must not decide twice."""
+"""Operators whose integer results route tokens: packets, or overloads where others of the packet give no index.
+Every kind of policy saves them: a router must not decide twice."""

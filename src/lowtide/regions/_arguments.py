@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lowtide.regions._state import StateChangedError, frozen, thawed, unchanged
+from lowtide.errors import StateChangedError
+from lowtide.regions._state import frozen, thawed, unchanged
 
 __all__ = ["Spec", "flatten"]
 

@@ -41,7 +41,7 @@ _METADATA_OPS = frozenset(FunctionalTensor.metadata_fns) | {torch.ops.aten.detac
 @functools.cache
 def routing_overloads() -> frozenset[OpOverload]:
     """Every overload of the operators whose integer results route tokens."""
-    return frozenset(o for name in ROUTING_OPS for o in _functional(_packet(name) or ()))
+    return frozenset(o for name in ROUTING_OPS for o in _functional(_packet(name) or _overload(name) or ()))
 
 
 _TRAITS: dict[Any, Trait] = {}

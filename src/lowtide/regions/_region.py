@@ -28,13 +28,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
-from lowtide.errors import RefusedError
+from lowtide.errors import RefusedError, StateChangedError
 from lowtide.policy import LayerPolicy, RegionRecipe
 from lowtide.regions._arguments import Spec, flatten
 from lowtide.regions._modes import Recording, Repeating
 from lowtide.regions._replay import Replayer
 from lowtide.regions._session import Session
-from lowtide.regions._state import StateChangedError, StateWatch
+from lowtide.regions._state import StateWatch
 from lowtide.regions._tape import Tape, generator_states, random_without_state, refuse_outside_writes
 
 _MOST_FORMS = 256
@@ -209,6 +209,9 @@ class Region:
         if self.replayer is None:
             self.replayer = Replayer(self.session.plan, self.session, self.fqn)
         out, problem = self.replayer.run(lambda: inner(*args, **kwargs), module, verify=form not in self.replayed)
+        if len(self.replayed) + len(self.not_replayed) >= _MOST_FORMS:
+            self.replayed.clear()
+            self.not_replayed.clear()
         if problem is None:
             self.replayed.add(form)
         else:

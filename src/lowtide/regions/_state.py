@@ -23,19 +23,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.errors import RecomputeError
+from lowtide.errors import StateChangedError
 
-__all__ = ["StateChangedError", "StateWatch", "frozen", "same_bits", "thawed", "unchanged"]
+__all__ = ["StateWatch", "frozen", "same_bits", "thawed", "unchanged"]
 
 _ABSENT = object()
 _TABLES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, dict, set, deque)
 _DEPTH = 4
 _MOST_ITEMS = 1000
-
-
-class StateChangedError(RecomputeError):
-    """A tensor that the region reads was changed in place between forward and backward."""
 
 
 class StateWatch:
