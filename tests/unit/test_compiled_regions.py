@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.errors import NothingMatchedError
+from lowtide.errors import NothingMatchedError, RefusedError, find_error
 from tests.helpers import families, law
 from tests.helpers.families import FULL, both
 from tests.helpers.models import Spec
@@ -114,18 +114,30 @@ def test_dropout_under_compile_is_exact(policy):
 @pytest.mark.compiler
 @pytest.mark.full
 @both
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_the_default_backend_is_exact(policy, dropout, dtype):
+def test_the_default_backend_is_exact(policy, dtype):
     def wrap(model: nn.Module) -> nn.Module:
         for block in families.blocks(model):
             # Fusing keeps or drops roundings below float32 as it likes, unless told to round as eager code does.
             block.compile(fullgraph=True, options={"emulate_precision_casts": True})
         return model
 
-    spec = Spec(dropout=dropout, dtype=dtype)
+    spec = Spec(dtype=dtype)
     build, step = partial(families.models.build, spec), partial(families.spec_step, spec=spec)
     law.assert_law(build, step, policy, wrap=wrap, steps=2)
+
+
+@pytest.mark.compiler
+@both
+def test_dropout_that_the_default_backend_would_round_otherwise_is_refused(policy):
+    spec = Spec(dropout=0.2)
+    model = families.models.build(spec)
+    lowtide.apply(model, policy)
+    model.layers[0].compile(fullgraph=True)
+    with pytest.raises(Exception, match="allow_inexact") as caught:
+        families.spec_step(model, 0, spec=spec)
+    assert isinstance(find_error(caught.value), RefusedError)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.compiler

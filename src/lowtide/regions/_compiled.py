@@ -2,16 +2,22 @@
 
 Dynamo accepts a ``context_fn`` that is a plain function in a ``functools.partial``, and the partitioner forces only
 ``MUST_SAVE``; torch's own selective contexts carry both (checked in torch 2.11 to 2.14).
+
+Where dropout is recomputed, inductor fuses its scaling otherwise in backward than in forward, and float32 gradients
+differ from those of the same compiled model without a policy in the last bit (torch 2.13). So a random operator in a
+region that inductor compiles is refused, unless ``allow_inexact`` is set. Other backends repeat it exactly.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from lowtide.regions._operators import Trait, traits
-from lowtide.regions._tape import Plan, Witness
+from lowtide.errors import RefusedError
+from lowtide.regions._operators import Trait, draws, traits
+from lowtide.regions._tape import Plan, Witness, describe
 
 
 class _Decider:
@@ -26,6 +32,8 @@ class _Decider:
         rule = self.plan.table.get(func)
         if not ctx.is_recompute:
             self.witness.ran(func)
+            if traits(func) & Trait.RANDOM and not self.plan.allow_inexact and draws(func, args, kwargs):
+                _refuse_under_inductor(func)
         if rule is None:
             routes = bool(traits(func) & Trait.ROUTING)
             return CheckpointPolicy.MUST_SAVE if routes else CheckpointPolicy.MUST_RECOMPUTE
@@ -35,6 +43,18 @@ class _Decider:
         if not ctx.is_recompute:
             self.witness.matched(rule)
         return CheckpointPolicy.MUST_SAVE if self.plan.keeps[rule](call) else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _refuse_under_inductor(func: Any) -> None:
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch._inductor."):
+            raise RefusedError(
+                f"{describe(func)} draws random numbers in a checkpointed block that inductor compiles: recomputed and "
+                "fused otherwise, gradients would differ in the last bits. Set dropout to 0, leave the block eager "
+                "(compile: false), or set allow_inexact: true"
+            )
+        frame = frame.f_back
 
 
 def compiled_contexts(plan: Plan, witness: Witness) -> Any:
