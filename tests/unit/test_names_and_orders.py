@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -98,10 +99,15 @@ def test_names_under_compile_are_those_of_compile_alone(wrap, policy, last):
     assert identity(model) == identity(bare)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("last", [False, True], ids=["apply first", "compile first"])
+def _compiled_cells() -> list[Any]:
+    """Every backend, order and way to compile; by default each way once, and that of trainers in both orders."""
+    cells = list(itertools.product(WRAPS, BACKENDS, (False, True)))
+    usual = {(w, "aot_eager", False) for w in WRAPS} | {("block.compile()", "aot_eager", True)}
+    return [pytest.param(*c, marks=() if c in usual else pytest.mark.full) for c in cells]
+
+
+@pytest.mark.parametrize(("wrap", "backend", "last"), _compiled_cells())
 @pytest.mark.parametrize("policy", [FULL, SELECTIVE], ids=["full", "selective_op"])
-@pytest.mark.parametrize("wrap", WRAPS)
 def test_the_law_holds_under_compile_against_the_same_compiled_model(wrap, policy, last, backend):
     found = law.assert_law(
         families.builder("decoder", torch.float32, False),
