@@ -94,9 +94,9 @@ def test_no_more_operators_run_again_than_under_recompute_and_no_less_products(k
             families.spec_step(model, 0, spec=spec)
             model.zero_grad()
         tokens = models.tokens(spec)
-        return ops.ran_again(
-            lambda: models.loss_of(plain(tokens), tokens), lambda: models.loss_of(model(tokens), tokens)
-        )
+        # Torch 2.11 makes an empty tensor in forward to save a region's inputs by: only backward is compared.
+        behind = [ops.count_ops(lambda m=m: models.loss_of(m(tokens), tokens))[1] for m in (plain, model)]
+        return behind[1] - behind[0]
 
     replay, recompute = again("replay"), again("recompute")
     views = ("aten.as_strided", "aten.set_", "aten.clone", "aten.empty")
