@@ -256,6 +256,8 @@ def parse_policy(value: object) -> NoPolicy | LayerPolicy:
         return _ADAPTER.validate_python(dict(value))
     except ValidationError as error:
         raise PolicyError(_explain(error, kind)) from None
+    except RecursionError:
+        raise PolicyError(f"policy: nested too deeply for a policy of kind {kind}") from None
 
 
 def _explain(error: ValidationError, kind: str) -> str:

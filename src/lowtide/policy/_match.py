@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from lowtide.errors import PolicyError
 
 _RANGE = re.compile(r"(-?\d{1,9})(?:-(-?\d{1,9}))?")
+_LONGEST = 500
 _SEGMENT = re.compile(r"[\w*?-]+")
 
 
@@ -59,6 +60,8 @@ class Pattern:
         """
         if not text.strip():
             raise PolicyError("an empty pattern matches nothing")
+        if len(text) > _LONGEST:
+            raise PolicyError(f"a pattern of {len(text)} characters; no name is longer than {_LONGEST}")
         return cls(text, tuple(_parse_segment(s, text) for s in _split(text)))
 
     def match(self, fqns: Iterable[str]) -> list[str]:

@@ -112,8 +112,10 @@ class Recording(_RegionMode):
             return func(*args, **kwargs)
         if trait & Trait.RANDOM:
             self._check_random(func, args, kwargs)
-        out = func(*args, **kwargs)
         tape = self.tape
+        # Before the call: an operator such as t_ changes the shape of its own argument.
+        literals = literals_of(args, kwargs) if tape.thorough else None
+        out = func(*args, **kwargs)
         rule = self.plan.table.get(func)
         if rule is None and not tape.thorough and trait & (Trait.VIEW | Trait.CAST):
             return out
@@ -127,7 +129,7 @@ class Recording(_RegionMode):
         tape.shapes.append(shape_of(out))
         if tape.thorough:
             self._note(func, out, trait)
-            tape.literals.append(literals_of(args, kwargs))
+            tape.literals.append(literals)
             tape.digests.append(digest_of(out) if self.plan.strict and has_values(out, trait) else None)
         if self._keeps(rule, trait, position):
             drew = trait & Trait.RANDOM and draws(func, args, kwargs)

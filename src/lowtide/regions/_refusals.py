@@ -20,6 +20,11 @@ def refuse_impossible(model: nn.Module, recipe: RegionRecipe, module: nn.Module)
     fqn = recipe.block.fqn
     if isinstance(module, torch.jit.ScriptModule):
         raise RefusedError(f"{fqn} is a TorchScript module; regions need eager or torch.compile'd modules")
+    if any(isinstance(m, nn.DataParallel) for m in model.modules()):
+        raise RefusedError(
+            f"{fqn}: torch.nn.DataParallel copies modules at every call, and a copy would run the original's region; "
+            "use DistributedDataParallel or fully_shard"
+        )
     _refuse_other_checkpointing(model, fqn, module)
     if recipe.save:
         _refuse_compiled_inside(fqn, module)

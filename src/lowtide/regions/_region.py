@@ -17,6 +17,7 @@ where it changes operators, shapes or literals at the first recompute.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -34,7 +35,7 @@ from lowtide.regions._arguments import Spec, flatten
 from lowtide.regions._modes import Recording, Repeating
 from lowtide.regions._replay import Replayer
 from lowtide.regions._session import Session
-from lowtide.regions._state import StateWatch
+from lowtide.regions._state import HostRandom, StateWatch, modules_of
 from lowtide.regions._tape import Tape, generator_states, random_without_state, refuse_outside_writes
 
 _MOST_FORMS = 256
@@ -46,6 +47,8 @@ class _Facts:
 
     needs_tape: bool
     changed_buffers: tuple[str, ...]
+    draws_on_host: bool
+    """Whether forward draws from the generators of NumPy or Python."""
     verified: bool = False
     unneeded: frozenset[tuple[int, int]] = frozenset()
     """(rule, call) of outputs that a rule names and backward never needs."""
@@ -75,7 +78,6 @@ class Region:
 
     def _forget(self) -> None:
         """Know nothing of any form of inputs."""
-        self.inside: list[nn.Module] | None = None
         self.facts: dict[Any, _Facts] = {}
         self.replayer: Replayer | None = None
         self.replayed: set[Any] = set()
@@ -149,6 +151,11 @@ class Region:
             return type(module).forward(module, *args, **kwargs) if bare is None else bare(*args, **kwargs)
         if torch.compiler.is_compiling():
             return self._trace(module, args, kwargs)
+        if torch._C._are_functorch_transforms_active():
+            raise RefusedError(
+                f"region {self.fqn} runs inside torch.func (vmap, grad, jvp ...), where saved tensors cannot be "
+                "replaced: call remove() on what lowtide.apply returned, or take the transform off this model"
+            )
         return self._run(module, args, kwargs)
 
     def _trace(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -170,15 +177,17 @@ class Region:
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_caches(self.fqn, args, kwargs)
         leaves, spec = flatten(args, kwargs)
-        form = _form(module, leaves)
+        modules = modules_of(module)
+        form = _form(modules, leaves)
         if self.policy.executor == "replay" and form not in self.not_replayed:
             return self._replay(module, args, kwargs, form)
         facts = self.facts.get(form)
         invocation = _Invocation(self, module, args, kwargs, spec)
         if facts is None or not facts.verified:
-            out = self._run_thoroughly(invocation, leaves, form)
+            out = self._run_thoroughly(invocation, leaves, form, modules)
         else:
-            invocation.watch = StateWatch(self._modules(module), clone=facts.changed_buffers)
+            invocation.watch = StateWatch(modules, clone=facts.changed_buffers)
+            invocation.host = HostRandom() if facts.draws_on_host else None
             if facts.needs_tape:
                 out = self._checkpoint(invocation, leaves, Tape(thorough=False, unneeded=facts.unneeded))
             else:
@@ -197,12 +206,6 @@ class Region:
             raise RefusedError(random_without_state(self.fqn, "an operator"))
         return out
 
-    def _modules(self, module: nn.Module) -> list[nn.Module]:
-        """List the region's modules, its own first; those below it are found once for each thorough pass."""
-        if self.inside is None:
-            self.inside = [m for m in module.modules() if m is not module]
-        return [module, *self.inside]
-
     def _replay(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], form: Any) -> Any:
         """Run forward on record; the first time, see whether it can be replayed."""
         inner = self._inner(module)
@@ -219,21 +222,25 @@ class Region:
         self.session.region_ended(self.fqn)
         return out
 
-    def _run_thoroughly(self, invocation: _Invocation, leaves: list[Any], form: Any) -> Any:
+    def _run_thoroughly(self, invocation: _Invocation, leaves: list[Any], form: Any, modules: list[nn.Module]) -> Any:
         """Record everything, and learn what later calls need."""
-        module, self.inside = invocation.module, None
-        invocation.watch = StateWatch(self._modules(module), clone=None)
+        module, host = invocation.module, HostRandom()
+        invocation.watch = StateWatch(modules, clone=None)
         storages = {b.untyped_storage()._cdata: name for name, b in module.named_buffers()}
         tape = Tape(thorough=True)
         invocation.learning = (form, tape)
         out = self._checkpoint(invocation, leaves, tape)
         changed = invocation.watch.forget_unchanged()
+        draws_on_host = host.changed()
+        invocation.host = host if draws_on_host else None
         plan = self.session.plan
         if not plan.allow_inexact:
+            if draws_on_host and not plan.preserve_rng:
+                raise RefusedError(random_without_state(self.fqn, "NumPy or Python's random"))
             refuse_outside_writes(self.fqn, tape, storages, [t for t in leaves if isinstance(t, torch.Tensor)])
         if len(self.facts) >= _MOST_FORMS:
             self.facts.clear()
-        self.facts[form] = _Facts(bool(plan.table) or tape.saw_routing, changed)
+        self.facts[form] = _Facts(bool(plan.table) or tape.saw_routing, changed, draws_on_host)
         return out
 
     def _checkpoint(self, invocation: _Invocation, leaves: list[Any], tape: Tape) -> Any:
@@ -290,6 +297,7 @@ class _Invocation:
         self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.spec = spec
         self.watch: StateWatch | None = None
+        self.host: HostRandom | None = None
         self.recomputes = 0
         self.learning: tuple[Any, Tape] | None = None
 
@@ -304,7 +312,8 @@ class _Invocation:
         assert self.watch is not None, "taken before forward"
         try:
             args, kwargs = self.spec.rebuild(leaves, self.region.fqn)
-            with self.watch.in_place(self.region.fqn):
+            host = contextlib.nullcontext() if self.host is None else self.host.in_place()
+            with self.watch.in_place(self.region.fqn), host:
                 out = self.inner(*args, **kwargs)
         except _StopRecomputationError:
             # Torch's way to end a recompute once it has all that backward needs.
@@ -322,9 +331,13 @@ class _Invocation:
             self.region.recompute_ended(*self.learning)
 
 
-def _form(module: nn.Module, leaves: list[Any]) -> Any:
-    """What a thorough pass is good for: the inputs' shapes, the module's mode and autocast's state."""
-    parts: list[Any] = [module.training, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
+def _form(modules: list[nn.Module], leaves: list[Any]) -> Any:
+    """What a thorough pass is good for: the inputs' shapes, every module's mode and autocast's state."""
+    parts: list[Any] = [
+        tuple([m.training for m in modules]),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+    ]
     for v in leaves:
         if isinstance(v, torch.Tensor):
             parts.append((v.shape, v.dtype, v.device, v.requires_grad))

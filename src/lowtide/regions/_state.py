@@ -13,11 +13,14 @@ and state outside of modules (globals, closures) is not seen here, the compariso
 
 from __future__ import annotations
 
+import random
+import weakref
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -25,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowtide.errors import StateChangedError
 
-__all__ = ["StateWatch", "frozen", "same_bits", "thawed", "unchanged"]
+__all__ = ["HostRandom", "StateWatch", "frozen", "modules_of", "same_bits", "thawed", "unchanged"]
 
 _ABSENT = object()
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -63,9 +66,12 @@ class StateWatch:
                 self._places.append((table, table.copy()))
         for name, value in before.items():
             if isinstance(value, torch.Tensor):
-                self._versions.append((name, value, value._version))
+                if value.grad_fn is None:
+                    self._versions.append((name, value, value._version))
+                else:
+                    before[name] = _Weakly(value)
             elif isinstance(value, _CONTAINERS) and value and not name.startswith("_"):
-                self._containers.append((values, name, frozen(value)))
+                self._containers.append((values, name, frozen(value, weakly=True)))
         for name in ("_parameters", "_buffers"):
             self._versions += [(k, t, t._version) for k, t in before[name].items() if t is not None]
 
@@ -110,6 +116,7 @@ class StateWatch:
                 continue
             for name in {**before, **table}:
                 was, now = before.get(name, _ABSENT), table.get(name, _ABSENT)
+                was = was.value(_ABSENT) if isinstance(was, _Weakly) else was
                 # FSDP2 itself exchanges its parameters for their shards and back.
                 if was is not now and not isinstance(was, DTensor) and not isinstance(now, DTensor):
                     yield table, name, was
@@ -130,18 +137,78 @@ def _nothing() -> Generator[None]:
     yield
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """List a module and all below it, each once, itself first."""
+    found = {id(module): module}
+    stack = [module]
+    while stack:
+        for child in stack.pop()._modules.values():
+            if child is not None and id(child) not in found:
+                found[id(child)] = child
+                stack.append(child)
+    return list(found.values())
+
+
+class HostRandom:
+    """The generators of Python and NumPy before forward, which torch does not put back."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state(legacy=True)
+
+    def changed(self) -> bool:
+        """Whether something drew from them since."""
+        now: Any = np.random.get_state(legacy=True)
+        same = now[2:] == self._numpy[2:] and np.array_equal(now[1], self._numpy[1])
+        return not same or random.getstate() != self._python
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """Put them back to before forward, and to where they are now at the end."""
+        now = HostRandom()
+        self._set()
+        try:
+            yield
+        finally:
+            now._set()
+
+    def _set(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
 # -- containers --------------------------------------------------------------------------------------------------
 
 
-def frozen(value: Any, depth: int = _DEPTH) -> Any:
-    """Take down a container with the containers in it: (the container, what it held, as pairs or items)."""
+class _Weakly:
+    """A tensor with a graph that is not kept alive here.
+
+    A block that stores its auxiliary loss on itself would otherwise chain the graphs of all steps together. Where the
+    tensor is gone by the time of recompute, so is the attribute, and a block that reads it fails loudly.
+    """
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._ref = weakref.ref(tensor)
+
+    def value(self, gone: Any = None) -> Any:
+        """Return the tensor, or ``gone``."""
+        tensor = self._ref()
+        return gone if tensor is None else tensor
+
+
+def frozen(value: Any, depth: int = _DEPTH, *, weakly: bool = False) -> Any:
+    """Take down a container with the containers in it; ``weakly`` does not keep tensors with a graph alive."""
+    if weakly and isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return _Weakly(value)
     if depth == 0 or not isinstance(value, _CONTAINERS) or len(value) > _MOST_ITEMS:
         return value
     if isinstance(value, dict):
-        return _Frozen(value, [(k, frozen(v, depth - 1)) for k, v in value.items()])
+        return _Frozen(value, [(k, frozen(v, depth - 1, weakly=weakly)) for k, v in value.items()])
     if isinstance(value, set):
         return _Frozen(value, list(value))
-    return _Frozen(value, [frozen(v, depth - 1) for v in value])
+    return _Frozen(value, [frozen(v, depth - 1, weakly=weakly) for v in value])
 
 
 class _Frozen:
@@ -156,6 +223,8 @@ class _Frozen:
 
 def unchanged(now: Any, before: Any) -> bool:
     """Whether a value is what it was when it was frozen: by identity, containers by what they hold."""
+    if isinstance(before, _Weakly):
+        return now is before.value(_ABSENT)
     if not isinstance(before, _Frozen):
         return now is before
     if now is not before.container or len(now) != len(before.items):
@@ -169,6 +238,8 @@ def unchanged(now: Any, before: Any) -> bool:
 
 def thawed(before: Any) -> Any:
     """Return a fresh container that holds what was frozen."""
+    if isinstance(before, _Weakly):
+        return before.value()
     if not isinstance(before, _Frozen):
         return before
     fresh = before.container.copy()

@@ -88,7 +88,9 @@ def run(
     if world.is_main:
         from rich.console import Console
 
-        print_summary(summary, Console(file=sys.stderr if json_output else sys.stdout))
+        # Whoever reads may have seen enough (`| head`); the run is done and recorded all the same.
+        with contextlib.suppress(BrokenPipeError):
+            print_summary(summary, Console(file=sys.stderr if json_output else sys.stdout))
     return summary
 
 

@@ -22,7 +22,7 @@ from lowtide.training.ranks import on_main
 
 __all__ = ["agree_on_id", "check_experiment_id", "new_experiment_id"]
 
-_LEGAL = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", re.ASCII)
+_LEGAL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _LONGEST = 128
 
 
@@ -36,12 +36,12 @@ def check_experiment_id(experiment_id: str) -> str:
     """Return the id if it is one safe folder name.
 
     Raises:
-        ConfigError: it is empty, too long, starts with a dot or holds other characters.
+        ConfigError: it is empty, too long, starts with a dot or a dash or holds other characters.
     """
     if not isinstance(experiment_id, str) or _LEGAL.fullmatch(experiment_id) is None:
         raise ConfigError(
             f"the experiment id {experiment_id!r} is not legal: letters, digits, '.', '_' and '-' only, "
-            f"at least one of them, and no '.' at the start"
+            f"at least one of them, and no '.' or '-' at the start"
         )
     if len(experiment_id) > _LONGEST:
         raise ConfigError(
