@@ -38,14 +38,32 @@ def _hash_in_id(resolved: dict[str, object]) -> str:
     return new_experiment_id(resolved, now=MOMENT).split("-")[2]
 
 
-@pytest.mark.parametrize("legal", ["a", "A-1_b.c", "20261201-041500-3fa91c07-9d2e", "-x", "x" * 128])
+@pytest.mark.parametrize("legal", ["a", "A-1_b.c", "20261201-041500-3fa91c07-9d2e", "_x", "x" * 128])
 def test_legal_ids(legal):
     assert check_experiment_id(legal) == legal
 
 
 @pytest.mark.parametrize(
     "illegal",
-    ["", ".", "..", ".hidden", "a/b", "../a", "/etc", "a\\b", "a b", "a\n", "a\x00", "ä", "٣", "x" * 129, None, 7],
+    [
+        "",
+        ".",
+        "..",
+        ".hidden",
+        "-x",
+        "a/b",
+        "../a",
+        "/etc",
+        "a\\b",
+        "a b",
+        "a\n",
+        "a\x00",
+        "ä",
+        "٣",
+        "x" * 129,
+        None,
+        7,
+    ],
 )
 def test_ids_that_would_leave_the_runs_folder_or_hide_in_it_are_refused(illegal):
     with pytest.raises(ConfigError, match="experiment id"):

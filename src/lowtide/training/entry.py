@@ -88,8 +88,8 @@ def run(
     if world.is_main:
         from rich.console import Console
 
-        # Whoever reads may have seen enough (`| head`); the run is done and recorded all the same.
-        with contextlib.suppress(BrokenPipeError):
+        # Whoever reads may have seen enough (`| head`), which rich answers by SystemExit; the run is done and recorded.
+        with contextlib.suppress(BrokenPipeError, SystemExit):
             print_summary(summary, Console(file=sys.stderr if json_output else sys.stdout))
     return summary
 
