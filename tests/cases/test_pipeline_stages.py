@@ -140,6 +140,8 @@ def _zero_bubble(schedule: str, policy: Any) -> tuple[list[str], int, list[str]]
 @pytest.mark.parametrize("policy", [FULL, SELECTIVE], ids=["full", "selective_op"])
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_zero_bubble_schedules_recompute_once_or_are_told(run_on, schedule, policy):
+    if schedule == "ZBVZeroBubble" and torch.__version__ < "2.13":
+        pytest.skip("before torch 2.13 a rank of this schedule sends to itself, which gloo cannot do")
     for differing, again, told in run_on(2, _zero_bubble, schedule, policy):
         assert differing == []
         assert again <= 2 * 2 * 2 or any("is recomputed more than once" in text for text in told)
