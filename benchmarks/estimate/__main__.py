@@ -6,6 +6,7 @@ python -m benchmarks.estimate [--cells N] [--drawn N] [--seed N] [--out PATH] [-
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -43,6 +44,7 @@ class Result:
 
 
 def main() -> None:
+    _commit()
     options = _options()
     started = time.monotonic()
     cells = whole_grid()
@@ -182,7 +184,9 @@ def _row(*fields: object) -> str:
     return "| " + " | ".join(map(str, fields)) + " |"
 
 
+@functools.cache
 def _commit() -> str:
+    """Return the commit of the tree when first asked: at the start of a run, since the tree may move on meanwhile."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
