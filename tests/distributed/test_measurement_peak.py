@@ -74,11 +74,11 @@ def test_two_processes_with_fsdp2(
         static, certain, high = account
         assert end == 0, "what FSDP2 gathered and refilled in place went back"
         assert static < tracked_bytes <= high
+        # Three steps. In bf16 the scratch memory of matrix products differs between steps and between CPUs.
         scratch = 0.05 if bf16 else 4e-4
-        assert certain <= tracked_bytes * (1 + scratch) + 16 * 1024
-        assert certain >= tracked_bytes - 64 * 1024
+        for found in (certain, peak[0]):
+            assert tracked_bytes - 64 * 1024 <= found <= tracked_bytes * (1 + scratch) + 16 * 1024
         assert peak[1] in (("allocator events", "storage tracker") if bf16 else ("storage tracker",)), peak[2]
-        assert peak[0] == pytest.approx(certain, rel=0.001, abs=64 * 1024)
 
 
 def test_one_process_with_fsdp2_needs_no_correction(run_on: Callable[..., Any]) -> None:

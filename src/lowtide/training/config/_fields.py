@@ -100,7 +100,7 @@ def describe(annotation: Any) -> str:
         if families:
             return f"a mapping with kind: {', '.join(kinds(families[0]))}"
         bounds = [
-            f"{word} {getattr(m, name)}"
+            f"{word} {_bound(getattr(m, name))}"
             for m in _flat(arguments[1:])
             for name, word in _BOUNDS.items()
             if _has(m, name)
@@ -117,6 +117,11 @@ def describe(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a mapping with {', '.join(annotation.model_fields)}"
     return _NAMES.get(annotation, "a mapping" if origin is dict else "")
+
+
+def _bound(value: Any) -> str:
+    """Write 0 and 0.0 alike: typing gives out one annotation for both, the one that was made first in the process."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _flat(markers: tuple[Any, ...]) -> list[Any]:
