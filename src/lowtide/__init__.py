@@ -11,6 +11,7 @@
 
     errors        the tree of errors
     units         bytes as people write them
+    system/       whole files, processes, the state of a run                                            no torch
     records       OpTrace, Estimate: frozen values, JSON in and out                                     no torch
     policy/       kinds (tagged union) · match (globs on FQNs) · resolve (policy + blocks -> recipes)   no torch
     prediction/   hardware (the table of devices)                                                       no torch

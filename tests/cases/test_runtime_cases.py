@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from lowtide.errors import ConfigError, InputError, RunOutOfMemoryError
+from lowtide.system.run_state import read_run, status_of
 from lowtide.training.events import Bus, EvaluationDone, StepDone
 from lowtide.training.ids import agree_on_id, new_experiment_id
 from lowtide.training.mesh import during, process_group
 from lowtide.training.rank_status import run_rank
 from lowtide.training.ranks import share_string
 from lowtide.training.run_folder import RunFolder
-from lowtide.training.run_state import read_run, status_of
 from lowtide.training.tracking.jsonl import JsonLines
 from tests.helpers.launched import Launched, all_gone, launched
 

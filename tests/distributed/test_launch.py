@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.training.processes import identify
-from lowtide.training.run_state import read_run
+from lowtide.system.processes import identify
+from lowtide.system.run_state import read_run
 from tests.helpers.launched import PATIENCE_S, ROOT, all_gone, launched, wait_for
 
 __all__ = ["launched"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowtide.training.processes import kill_all, processes_with
-from lowtide.training.run_state import RunState, read_run
+from lowtide.system.processes import kill_all, processes_with
+from lowtide.system.run_state import RunState, read_run
 from tests.helpers.launched import wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.training.processes import identify
+from lowtide.system.processes import identify
 from tests.e2e.command import TINY, Ended, lowtide, started, write
 from tests.helpers.launched import all_gone
 

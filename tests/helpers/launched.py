@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.training.processes import identify, is_alive
+from lowtide.system.processes import identify, is_alive
 
 __all__ = ["PATIENCE_S", "ROOT", "Launched", "all_gone", "launched", "wait_for"]
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 import lowtide.errors
+from lowtide.system.run_state import Status
 from lowtide.training.config import load_config
-from lowtide.training.run_state import Status
 from tests.e2e.command import lowtide as run_lowtide
 from tests.e2e.command import write
 from tests.helpers.documents import PAGES, ROOT, blocks

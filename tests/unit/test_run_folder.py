@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from lowtide.errors import ConfigError, InputError, RunOutOfMemoryError, StoppedError, UserError
+from lowtide.system.files import write_text
+from lowtide.system.processes import identify
+from lowtide.system.run_state import RUN_FILE, find_latest, finish_run, read_run
 from lowtide.training.environment import describe_environment
-from lowtide.training.files import write_text
-from lowtide.training.processes import identify
 from lowtide.training.run_folder import RunFolder
-from lowtide.training.run_state import RUN_FILE, find_latest, finish_run, read_run
 
 RESOLVED = {"run": {"name": "demo", "seed": 1}, "optimizer": {"betas": (0.9, 0.95), "lr": 1e-4}, "path": Path("a/b")}
 

@@ -88,7 +88,7 @@ def _rank(
 
 def _answer(result: LaunchResult, *, json: bool) -> Answer:
     from lowtide.errors import InputError
-    from lowtide.training.run_state import read_run
+    from lowtide.system.run_state import read_run
 
     result.report(sys.stderr)
     summary: Any = None

@@ -16,8 +16,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from lowtide.training.files import write_json
-from lowtide.training.processes import die_with_parent
+from lowtide.system.files import write_json
+from lowtide.system.processes import die_with_parent
 from lowtide.training.rank_status import LAUNCH_DIR
 
 __all__ = ["REPORT", "main"]

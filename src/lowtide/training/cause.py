@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import InputError, LowtideError, RankError
-from lowtide.training.files import read_json, write_json
+from lowtide.system.files import read_json, write_json
+from lowtide.system.run_state import Status, error_record, status_of
 from lowtide.training.ranks import raised_elsewhere
-from lowtide.training.run_state import Status, error_record, status_of
 from lowtide.training.verdict import tells_of_a_lost_neighbour
 
 __all__ = ["Cause", "find_cause", "leave_error"]

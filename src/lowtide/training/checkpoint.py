@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from lowtide.errors import FailedError, InputError, LowtideError, RankError, listing, nearest
+from lowtide.system.files import read_json, write_json
 from lowtide.training.checkpoint_folder import (
     CheckpointInfo,
     FileRecord,
@@ -48,7 +49,6 @@ from lowtide.training.checkpoint_folder import (
     prepare,
     read_complete,
 )
-from lowtide.training.files import read_json, write_json
 from lowtide.training.ranks import on_main, rank, world_size
 
 __all__ = [

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import InputError, listing
-from lowtide.training.files import read_json, sync_folder, write_json
+from lowtide.system.files import read_json, sync_folder, write_json
 from lowtide.training.ranks import on_main
 
 __all__ = [

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from lowtide.api import saved_bytes
 from lowtide.errors import ConfigError, InputError, LowtideError
+from lowtide.system.run_state import Status, finish_run, status_of
 from lowtide.training.build import Built, build, build_bare
 from lowtide.training.cause import find_cause, leave_error
 from lowtide.training.checkpoint import CheckpointInfo, Progress, latest_complete, load
@@ -34,7 +35,6 @@ from lowtide.training.mesh import World, during, on_main, process_group
 from lowtide.training.model.forward import forward_logits
 from lowtide.training.out_of_memory import explain_out_of_memory
 from lowtide.training.run_folder import RunFolder, find_latest
-from lowtide.training.run_state import Status, finish_run, status_of
 from lowtide.training.stopping import StopRequest, stop_on_signals
 from lowtide.training.summary import PeakRow, SavedRow, Summary, print_summary
 from lowtide.training.tracking.build import build_bus

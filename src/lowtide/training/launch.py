@@ -28,12 +28,12 @@ from types import FrameType
 from typing import Any, TextIO
 
 from lowtide.errors import ConfigError, InputError
+from lowtide.system.files import read_json, write_text
+from lowtide.system.processes import kill_all, processes_with
+from lowtide.system.run_state import RUN_FILE, finish_run
 from lowtide.training.agent import REPORT
-from lowtide.training.files import read_json, write_text
 from lowtide.training.gpus import count_gpus
-from lowtide.training.processes import kill_all, processes_with
 from lowtide.training.rank_status import AGENT_FILE, FOLDER_FILE, LAUNCH_DIR
-from lowtide.training.run_state import RUN_FILE, finish_run
 from lowtide.training.verdict import Verdict, judge
 
 __all__ = ["LaunchResult", "choose_nproc", "launch", "under_torchrun"]

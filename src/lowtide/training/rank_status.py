@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lowtide.errors import LowtideError, StoppedError, UserError, find_error
-from lowtide.training.files import write_json, write_text
+from lowtide.system.files import write_json, write_text
+from lowtide.system.processes import die_with_parent
+from lowtide.system.run_state import status_of
 from lowtide.training.out_of_memory import explain_out_of_memory
-from lowtide.training.processes import die_with_parent
 from lowtide.training.ranks import raised_elsewhere
-from lowtide.training.run_state import status_of
 
 __all__ = [
     "AGENT_FILE",

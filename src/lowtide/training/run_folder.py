@@ -24,13 +24,9 @@ from typing import Any
 import yaml
 
 from lowtide.errors import ConfigError, InputError
-from lowtide.training.environment import describe_environment
-from lowtide.training.files import read_json, write_json, write_text
-from lowtide.training.ids import check_experiment_id
-from lowtide.training.processes import identify
-from lowtide.training.rank_status import note_run_folder
-from lowtide.training.ranks import on_main, rank, world_size
-from lowtide.training.run_state import (
+from lowtide.system.files import read_json, write_json, write_text
+from lowtide.system.processes import identify
+from lowtide.system.run_state import (
     RUN_FILE,
     RunState,
     error_record,
@@ -40,6 +36,10 @@ from lowtide.training.run_state import (
     read_run,
     status_of,
 )
+from lowtide.training.environment import describe_environment
+from lowtide.training.ids import check_experiment_id
+from lowtide.training.rank_status import note_run_folder
+from lowtide.training.ranks import on_main, rank, world_size
 
 __all__ = ["RunFolder", "RunState", "find_latest", "read_run"]
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.training.run_state import Status
+from lowtide.system.run_state import Status
 
 __all__ = ["Verdict", "judge", "tells_of_a_lost_neighbour"]
 

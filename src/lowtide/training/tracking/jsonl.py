@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lowtide.system.files import lock
 from lowtide.training.events import EvaluationDone, Event, RunStarted, StepDone
-from lowtide.training.files import lock
 from lowtide.training.tracking.scalars import strict
 
 __all__ = ["EVALUATION", "METRICS", "JsonLines", "LineFile", "to_line"]

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowtide.errors import InputError, RunOutOfMemoryError, StoppedError
-from lowtide.training.files import read_json, write_json
-from lowtide.training.processes import is_alive
+from lowtide.system.files import read_json, write_json
+from lowtide.system.processes import is_alive
 
 __all__ = [
     "RUN_FILE",

@@ -1,0 +1,1 @@
+"""What runs left behind, as tables, plots and one page."""

@@ -1,0 +1,1 @@
+"""Grids of runs that survive what kills one of them."""
