@@ -14,7 +14,7 @@
     system/       whole files, processes, the state of a run                                            no torch
     records       OpTrace, Estimate: frozen values, JSON in and out                                     no torch
     policy/       kinds (tagged union) · match (globs on FQNs) · resolve (policy + blocks -> recipes)   no torch
-    prediction/   hardware (the table of devices)                                                       no torch
+    prediction/   hardware (the table of devices) · profiles · time of operators and collectives         no torch
     ── torch starts here ──
     tracing/      one block's operators, or a whole training step, under fake tensors, as a target device would run them
     regions/      the only code that changes a model: discover · operators · apply and remove · recompute · replay

@@ -30,6 +30,7 @@ __all__ = [
     "StorageRecord",
     "TensorRecord",
     "TimelinePoint",
+    "Value",
 ]
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -57,13 +58,15 @@ CATEGORIES: tuple[Category, ...] = (
 """What memory is for; every live byte counts in exactly one."""
 
 
-class _Value(BaseModel):
+class Value(BaseModel):
+    """A frozen part of a record: unknown keys, wrong types and numbers that are not finite are refused."""
+
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
-class Environment(_Value):
+class Environment(Value):
     """Where a record was made; it has no part in what the record says."""
 
     torch: str
@@ -71,7 +74,7 @@ class Environment(_Value):
     lowtide: str
 
 
-class Record(_Value):
+class Record(Value):
     """A record that stands alone in a file."""
 
     def to_json(self, *, indent: int | None = None) -> str:
@@ -92,7 +95,7 @@ class Record(_Value):
             raise InputError(f"this is no {cls.__name__} of this version of lowtide: {'; '.join(faults)}") from None
 
 
-class StorageRecord(_Value):
+class StorageRecord(Value):
     """One place in memory; all its views share it."""
 
     id: int = Field(ge=0)
@@ -120,7 +123,7 @@ class StorageRecord(_Value):
     """Whether it was made in backward."""
 
 
-class TensorRecord(_Value):
+class TensorRecord(Value):
     """A tensor as an operator saw it."""
 
     storage: int | None
@@ -140,7 +143,7 @@ class TensorRecord(_Value):
         return total
 
 
-class OpRecord(_Value):
+class OpRecord(Value):
     """One call of an operator."""
 
     index: int = Field(ge=0)
@@ -250,7 +253,7 @@ class OpTrace(Record):
         return sum(op.flops or 0 for op in self.ops if op.phase == phase)
 
 
-class CategoryBytes(_Value):
+class CategoryBytes(Value):
     """Bytes by what they are for."""
 
     parameters: int = 0
@@ -273,7 +276,7 @@ class CategoryBytes(_Value):
         return {name: int(values[name]) for name in CATEGORIES}
 
 
-class TimelinePoint(_Value):
+class TimelinePoint(Value):
     """Live bytes right after one operator of the step."""
 
     event: int = Field(ge=0)
@@ -285,7 +288,7 @@ class TimelinePoint(_Value):
     live: CategoryBytes
 
 
-class AliveRow(_Value):
+class AliveRow(Value):
     """Storages of one origin that were alive at the peak."""
 
     category: Category
