@@ -205,6 +205,9 @@ class OpTrace(Record):
     saved: tuple[TensorRecord, ...] = ()
     """The tensors that autograd packed for backward, in order."""
 
+    saved_at: tuple[int, ...] = ()
+    """For each of them, how many operators had run when it was packed; empty where that was not noted."""
+
     assumptions: tuple[str, ...] = ()
     """What was taken for granted, each in a sentence."""
 

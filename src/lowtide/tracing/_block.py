@@ -187,6 +187,7 @@ class _Session:
         self.storages = _Storages()
         self.ops: list[OpRecord] = []
         self.saved: list[TensorRecord] = []
+        self.saved_at: list[int] = []
         self.unknown_flops: dict[str, None] = {}
         self.by_node: dict[int, int] = {}
         self.assumptions: list[str] = []
@@ -234,6 +235,7 @@ class _Session:
             if known is not None:
                 known.saved = True
             self.saved.append(self.storages.record(tensor))
+            self.saved_at.append(len(self.ops))
         return tensor
 
     def _find_held(self) -> None:
@@ -335,6 +337,7 @@ class _Session:
                 for s in self.storages.found
             ),
             saved=tuple(self.saved),
+            saved_at=tuple(self.saved_at),
             assumptions=(*self.assumptions, *self.target.assumptions, *unknown),
             environment=environment(),
         )
