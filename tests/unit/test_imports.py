@@ -83,7 +83,7 @@ PARTS = {
     "lowtide.api": ["Applied", "SavedBytes", "SavedColumn", "apply", "saved_bytes", "trace"],
     "lowtide.measurement": [
         "AllocatorEvents", "BlockSaved", "EventAccount", "LiveStorages", "Peak", "PeakMeter", "SavedMeasurement",
-        "StorageRecord", "measure_peak", "measure_saved_bytes", "tensors_in",
+        "StorageRecord", "calibrate", "measure_peak", "measure_saved_bytes", "tensors_in",
     ],
     "lowtide.policy": [
         "ALIASES", "Block", "EveryNthLayer", "Full", "Keep", "LayerPolicy", "NoPolicy", "Pattern", "Policy",

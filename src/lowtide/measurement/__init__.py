@@ -6,10 +6,12 @@
     _events    the host allocator's own account of a window
     _peak      one step's true peak, by the rules of truth
     _saved     what the graph holds after forward, block by block
+    _calibrate how fast this machine's device is
 
 Never RSS: it holds the interpreter, the allocator's free lists and other libraries.
 """
 
+from lowtide.measurement._calibrate import calibrate
 from lowtide.measurement._events import AllocatorEvents, EventAccount
 from lowtide.measurement._live import LiveStorages, StorageRecord
 from lowtide.measurement._peak import Peak, PeakMeter, measure_peak
@@ -25,6 +27,7 @@ __all__ = [
     "PeakMeter",
     "SavedMeasurement",
     "StorageRecord",
+    "calibrate",
     "measure_peak",
     "measure_saved_bytes",
     "tensors_in",

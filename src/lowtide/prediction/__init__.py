@@ -19,7 +19,7 @@ from lowtide.prediction._time import (
     unpriced,
     work_ms,
 )
-from lowtide.prediction.hardware import DEVICES, Device, find_device
+from lowtide.prediction.hardware import DEVICES, Device, find_device, match_device
 
 __all__ = [
     "DEVICES",
@@ -32,6 +32,7 @@ __all__ = [
     "Work",
     "collective_ms",
     "find_device",
+    "match_device",
     "op_ms",
     "peak_flops",
     "read_profile",

@@ -19,7 +19,7 @@ from typing import Literal
 
 from lowtide.errors import UserError, listing, nearest
 
-__all__ = ["DEVICES", "Device", "find_device"]
+__all__ = ["DEVICES", "Device", "find_device", "match_device"]
 
 _GB, _TERA, _GIGA = 10**9, 10**12, 10**9
 
@@ -101,3 +101,13 @@ def find_device(name: str | Device) -> Device:
     near = nearest(name, DEVICES, count=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise UserError(f"device {name!r} is not known; there are: {listing(DEVICES)}.{hint}")
+
+
+def match_device(driver_name: str) -> str | None:
+    """Return the table's name for a driver's (``NVIDIA A100-SXM4-40GB``); None where the table has none."""
+    words = driver_name.upper().replace("-", " ").split()
+    if "4090" in words:
+        return "RTX4090"
+    if "A100" in words:
+        return "A100-40GB" if "40GB" in words else "A100-80GB"
+    return next((name for name in DEVICES if name.upper() in words), None)
