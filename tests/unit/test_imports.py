@@ -15,6 +15,7 @@ PURE = [
     "lowtide",
     "lowtide.cli",
     "lowtide.errors",
+    "lowtide.planning",
     "lowtide.policy",
     "lowtide.prediction",
     "lowtide.records",
@@ -39,10 +40,13 @@ PUBLIC = [
     "Full",
     "NoPolicy",
     "OpTrace",
+    "Rule",
+    "Rules",
     "SavedBytes",
     "SelectiveOp",
     "SomeLayers",
     "apply",
+    "checkpoint_name",
     "saved_bytes",
     "trace",
 ]
@@ -80,18 +84,18 @@ def test_the_public_names_are_these():
 
 
 PARTS = {
-    "lowtide.api": ["Applied", "SavedBytes", "SavedColumn", "apply", "saved_bytes", "trace"],
+    "lowtide.api": ["Applied", "SavedBytes", "SavedColumn", "apply", "checkpoint_name", "saved_bytes", "trace"],
     "lowtide.measurement": [
         "AllocatorEvents", "BlockSaved", "EventAccount", "LiveStorages", "Peak", "PeakMeter", "SavedMeasurement",
         "StorageRecord", "calibrate", "measure_peak", "measure_saved_bytes", "tensors_in",
     ],
     "lowtide.policy": [
         "ALIASES", "Block", "EveryNthLayer", "Full", "Keep", "LayerPolicy", "NoPolicy", "Pattern", "Policy",
-        "ROUTING_OPS", "RegionRecipe", "Resolution", "SaveRule", "SelectiveOp", "SomeLayers", "match_fqns",
-        "parse_policy", "resolve",
+        "ROUTING_OPS", "RegionRecipe", "Resolution", "Rule", "Rules", "SaveRule", "SelectiveOp", "SomeLayers", "expand",
+        "match_fqns", "named_policy", "parse_policy", "preset_names", "resolve",
     ],
     "lowtide.regions": [
-        "Applied", "Region", "Slot", "apply", "bare_fqn", "compress_names", "find_blocks", "innermost", "slots",
+        "Applied", "Region", "Slot", "apply", "bare_fqn", "checkpoint_name", "compress_names", "find_blocks", "innermost", "slots",
     ],
     "lowtide.training": ["LoadedConfig", "Summary", "TrainConfig", "load_config", "run"],
     "lowtide.training.config": [
