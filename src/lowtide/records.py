@@ -27,6 +27,7 @@ __all__ = [
     "OpTrace",
     "Phase",
     "Record",
+    "StepTime",
     "StorageRecord",
     "TensorRecord",
     "TimelinePoint",
@@ -301,6 +302,35 @@ class AliveRow(Value):
     count: int = Field(ge=1)
 
 
+class StepTime(Value):
+    """How long one training step takes, and how much of the device it uses."""
+
+    step_ms: float = Field(ge=0)
+    forward_ms: float = Field(ge=0)
+    """With the loss."""
+    backward_ms: float = Field(ge=0)
+    """With recompute."""
+    optimizer_ms: float = Field(ge=0)
+
+    communication_ms: float = Field(ge=0, default=0)
+    """Of all collectives, hidden behind computation or not."""
+
+    tokens_per_s: float | None = None
+    """Of all ranks together."""
+
+    model_flops: int = Field(ge=0, default=0)
+    """Of the products that the model asks for, forward and backward, on this rank; recompute is none of them."""
+
+    hardware_flops: int = Field(ge=0, default=0)
+    """Of all products that run, recompute too."""
+
+    mfu: float | None = None
+    """Model FLOPs of the step, as a share of what the device could do in its time."""
+
+    hfu: float | None = None
+    """The same of hardware FLOPs."""
+
+
 class Estimate(Record):
     """Memory, and where it is known time, of one training step on one rank."""
 
@@ -332,10 +362,8 @@ class Estimate(Record):
     rank: int = Field(ge=0)
     policy: str = "none"
 
-    step_ms: float | None = None
-    """Time of the step, where a model of time was asked."""
-
-    tokens_per_s: float | None = None
+    time: StepTime | None = None
+    """Time of the step; None where no speeds of the device are known."""
 
     assumptions: tuple[str, ...] = ()
     environment: Environment
@@ -347,6 +375,16 @@ class Estimate(Record):
                 f"the categories at the peak add up to {self.at_peak.total}, and peak_bytes is {self.peak_bytes}"
             )
         return self
+
+    @property
+    def step_ms(self) -> float | None:
+        """Time of the step in milliseconds, where it is known."""
+        return None if self.time is None else self.time.step_ms
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all ranks a second, where they are known."""
+        return None if self.time is None else self.time.tokens_per_s
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether the peak stays within a limit."""

@@ -18,6 +18,7 @@ from lowtide.records import (
     Estimate,
     OpRecord,
     OpTrace,
+    StepTime,
     StorageRecord,
     TensorRecord,
     TimelinePoint,
@@ -28,6 +29,16 @@ names = st.text(max_size=12)
 sizes = st.integers(0, 2**50)
 categories = st.builds(CategoryBytes, **dict.fromkeys(CATEGORIES, sizes))
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+
+
+times = st.builds(
+    StepTime,
+    **dict.fromkeys(["step_ms", "forward_ms", "backward_ms", "optimizer_ms"], st.floats(0, 1e9)),
+    tokens_per_s=st.none() | st.floats(0, 1e9),
+    model_flops=sizes,
+    hardware_flops=sizes,
+    mfu=st.none() | st.floats(0, 1),
+)
 
 
 def _tensors(count: int) -> st.SearchStrategy[tuple[TensorRecord, ...]]:
@@ -107,7 +118,7 @@ def estimates(draw: st.DrawFn) -> Estimate:
         device="cpu",
         world_size=8,
         rank=3,
-        step_ms=draw(st.none() | st.floats(0, 1e9)),
+        time=draw(st.none() | times),
         assumptions=tuple(draw(st.lists(names, max_size=2))),
         environment=ENVIRONMENT,
     )

@@ -51,7 +51,8 @@ def test_json_is_the_estimate_and_the_verdict(config, capsys):
     assert estimate.world_size == 2
     assert list(found["at_peak"]) == list(CATEGORIES)
     assert sum(found["at_peak"].values()) == found["peak_bytes"]
-    assert found["step_ms"] is None
+    assert found["step_ms"] == found["time"]["step_ms"] > 0
+    assert found["tokens_per_s"] == pytest.approx(2 * 16 * 2 / found["step_ms"] * 1000)
 
 
 def test_the_limit_decides_the_exit_code(config, capsys):

@@ -1,4 +1,4 @@
-"""``lowtide estimate``: the peak memory of a config's training step, before it runs."""
+"""``lowtide estimate``: peak memory and time of a config's training step, before it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from lowtide.cli._answer import Answer, Json, Overrides
 
 if TYPE_CHECKING:
-    from lowtide.records import Estimate
+    from lowtide.records import Estimate, StepTime
     from lowtide.training.config import TrainConfig
 
 __all__ = ["estimate"]
@@ -34,13 +34,20 @@ def estimate(
         int | None, Parameter(help="Processes of the run, any number; default: as many as `lowtide train` would start.")
     ] = None,
     rank: Annotated[int, Parameter(help="The process that is looked at.")] = 0,
-    device: Annotated[str, Parameter(help="What each process computes on: cpu, or a name such as H100.")] = "cpu",
+    device: Annotated[
+        str | None,
+        Parameter(help="What each process computes on: a name such as H100; default: the profile's or cpu."),
+    ] = None,
+    profile: Annotated[
+        Path | None, Parameter(help="What `lowtide calibrate` measured: its speeds instead of the table's.")
+    ] = None,
     json: Json = False,
 ) -> Answer:
-    """Say what one training step will need at its peak, without running it: no GPU and no weights.
+    """Say what one training step will need at its peak and how long it takes, without running it: no GPU, no weights.
 
     Exit code 0 where it fits the limit or none is given, 3 where it does not.
     """
+    from lowtide.prediction import read_profile
     from lowtide.training.config import load_config
     from lowtide.training.estimate import estimate_config
     from lowtide.units import parse_bytes
@@ -49,12 +56,15 @@ def estimate(
     settings = load_config(config, set_).config
     processes = _processes(settings, nproc)
     threads = settings.launch.threads or _threads(processes)
-    found = estimate_config(settings, world_size=processes, rank=rank, device=device, threads=threads)
+    speeds = None if profile is None else read_profile(profile)
+    found = estimate_config(settings, world_size=processes, rank=rank, device=device, threads=threads, profile=speeds)
     margin_bytes = int(found.peak_bytes * _MARGIN)
     fits = None if limit_bytes is None else found.peak_bytes + margin_bytes <= limit_bytes
     document: dict[str, Any] = {
         "config": str(config),
         **found.model_dump(mode="json"),
+        "step_ms": found.step_ms,
+        "tokens_per_s": found.tokens_per_s,
         "limit_bytes": limit_bytes,
         "margin_bytes": margin_bytes,
         "fits": fits,
@@ -95,6 +105,7 @@ def _text(config: str, found: Estimate, limit_bytes: int | None, margin_bytes: i
     lines = [
         f"{config} on {found.device}, rank {found.rank} of {found.world_size}, policy {found.policy}",
         f"peak {format_bytes(found.peak_bytes)}, in {found.peak_phase}, at {place or 'its start'}",
+        *_time_lines(found.time),
         "",
         f"{'':20}{'at the peak':>14}{'at most':>14}",
     ]
@@ -109,6 +120,17 @@ def _text(config: str, found: Estimate, limit_bytes: int | None, margin_bytes: i
     if limit_bytes is not None:
         lines += ["", _verdict(found.peak_bytes, limit_bytes, margin_bytes)]
     return "\n".join([*lines, "", "taken for granted:", *(f"- {text}" for text in found.assumptions)])
+
+
+def _time_lines(time: StepTime | None) -> list[str]:
+    if time is None:
+        return []
+    parts = f"forward {time.forward_ms:,.1f}, backward {time.backward_ms:,.1f}, optimizer {time.optimizer_ms:,.1f}"
+    lines = [f"step {time.step_ms:,.1f} ms ({parts}; collectives {time.communication_ms:,.1f})"]
+    facts = [] if time.tokens_per_s is None else [f"{time.tokens_per_s:,.0f} tokens/s"]
+    if time.mfu is not None and time.hfu is not None:
+        facts.append(f"MFU {time.mfu:.1%}, HFU {time.hfu:.1%}")
+    return [*lines, ", ".join(facts)] if facts else lines
 
 
 def _verdict(peak_bytes: int, limit_bytes: int, margin_bytes: int) -> str:

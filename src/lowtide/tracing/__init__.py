@@ -9,6 +9,7 @@ _libraries    libraries that would go another way under fake tensors
 _block        one block's operators                              ──► OpTrace
 _world        a process group of any size in one process
 _ledger       storages from making to death
+_clock        time and utilisation of a step
 _step         a whole training step: what is alive, and what for
 _account      a ledger                                           ──► Estimate
 """

@@ -13,6 +13,7 @@ from lowtide.records import (
     Environment,
     Estimate,
     Phase,
+    StepTime,
     TimelinePoint,
 )
 from lowtide.tracing._ledger import Ledger, Life
@@ -20,7 +21,7 @@ from lowtide.tracing._ledger import Ledger, Life
 _MOST_POINTS = 400
 _MOST_ROWS = 60
 
-_PHASES: dict[str, Phase] = {
+PHASES: dict[str, Phase] = {
     "before": "forward",
     "forward": "forward",
     "loss": "forward",
@@ -55,6 +56,7 @@ class Account:
         world_size: int,
         rank: int,
         policy: str,
+        time: StepTime | None,
         assumptions: tuple[str, ...],
         environment: Environment,
     ) -> Estimate:
@@ -64,7 +66,7 @@ class Account:
         return Estimate(
             peak_bytes=at_peak.total,
             at_peak=at_peak,
-            peak_phase=_PHASES[stage],
+            peak_phase=PHASES[stage],
             peak_module=module,
             peak_op=op,
             category_peaks=peaks,
@@ -75,6 +77,7 @@ class Account:
             world_size=world_size,
             rank=rank,
             policy=policy,
+            time=time,
             assumptions=assumptions,
             environment=environment,
         )
@@ -104,7 +107,7 @@ class Account:
                 at_peak = _bytes(live)
             if total >= best[0]:
                 best, best_live = (total, i), dict(live)
-            now = _PHASES[self._operator(i)[0]]
+            now = PHASES[self._operator(i)[0]]
             if i % bucket == bucket - 1 or now != phase or i == len(self._ledger.changes) - 1:
                 kept.append(self._point(best[1], best_live))
                 best, phase = (-1, 0), now
@@ -112,7 +115,7 @@ class Account:
 
     def _point(self, change: int, live: dict[str, int]) -> TimelinePoint:
         stage, module, op = self._operator(change)
-        return TimelinePoint(event=change, phase=_PHASES[stage], module=module, op=op, live=_bytes(live))
+        return TimelinePoint(event=change, phase=PHASES[stage], module=module, op=op, live=_bytes(live))
 
     def _alive_at_peak(self) -> tuple[AliveRow, ...]:
         held: Counter[int] = Counter()

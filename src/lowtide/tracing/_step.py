@@ -31,10 +31,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowtide.prediction import Device, find_device
+from lowtide.prediction import Device, DeviceProfile, find_device, speeds_of
 from lowtide.records import Category, Estimate
-from lowtide.tracing._account import Account
+from lowtide.tracing._account import PHASES, Account
 from lowtide.tracing._block import environment
+from lowtide.tracing._clock import StepClock
 from lowtide.tracing._ledger import (
     Ledger,
     Life,
@@ -65,6 +66,10 @@ class StepSetup:
     policy: str = "none"
     threads: int = 1
     """CPU threads of a process: kernels on a CPU have workspaces for each."""
+    profile: DeviceProfile | None = None
+    """Measured speeds of the device, in place of the table's."""
+    tokens: int | None = None
+    """Tokens that all ranks take in a step, for tokens a second."""
     assumptions: tuple[str, ...] = ()
 
 
@@ -95,7 +100,8 @@ def trace_step(
     with target.translating(), as_with_real_tensors(target.assumptions):
         for _ in range(warm_up):
             step()
-        session = _Session(model, device, target, Modules(watched), setup.threads)
+        clock = StepClock(speeds_of(setup.profile or device, threads=setup.threads), threads=setup.threads)
+        session = _Session(model, device, target, Modules(watched), setup.threads, clock)
         session.place(model, optimizers)
         with session.watching():
             step()
@@ -105,7 +111,8 @@ def trace_step(
         world_size=setup.world_size,
         rank=setup.rank,
         policy=setup.policy,
-        assumptions=(*setup.assumptions, *target.assumptions),
+        time=clock.time(tokens=setup.tokens),
+        assumptions=(*setup.assumptions, *target.assumptions, *clock.assumptions),
         environment=environment(),
     )
 
@@ -122,7 +129,16 @@ def category_of(life: Life) -> Category:
 class _Session:
     """One step while it is watched."""
 
-    def __init__(self, model: nn.Module, device: Device, target: AsOnTarget, modules: Modules, threads: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Device,
+        target: AsOnTarget,
+        modules: Modules,
+        threads: int,
+        clock: StepClock,
+    ) -> None:
+        self.clock = clock
         self.root = model
         self.device = device
         self.target = target
@@ -228,6 +244,7 @@ class _Session:
         inside = workspace_bytes(func, args, self.device, threads=self.threads)
         if inside:
             self.ledger.pulse(inside, stage, module, name)
+        self.clock.operator(PHASES[stage], func, args, kwargs, result)
         if not in_backward() or self.modules.current is not None:
             self.by_node[sequence_number()] = module
         return result

@@ -1,4 +1,4 @@
-"""The memory of a config's training step on one rank of any number, before it runs: no GPU, no weights.
+"""Memory and time of a config's training step on one rank of any number, before it runs: no GPU, no weights.
 
     config ─► data (one batch, for its shapes) ─► fake group, fake tensors ─► model, policy, shard, optimizer
            ─► the trainer's own step, twice; the second is watched ─► Estimate
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowtide.errors import UserError
-from lowtide.prediction import find_device
+from lowtide.prediction import DeviceProfile, find_device
 from lowtide.records import Estimate
 from lowtide.regions import bare_fqn
 from lowtide.tracing import StepSetup, fake_building, fake_world, trace_step
@@ -44,23 +44,36 @@ _CPU = torch.device("cpu")
 
 
 def estimate_config(
-    config: TrainConfig, *, world_size: int = 1, rank: int = 0, device: str = "cpu", threads: int | None = None
+    config: TrainConfig,
+    *,
+    world_size: int = 1,
+    rank: int = 0,
+    device: str | None = None,
+    threads: int | None = None,
+    profile: DeviceProfile | None = None,
 ) -> Estimate:
-    """Estimate the memory of one step of ``config`` (the second: the first makes the optimizer's states).
+    """Estimate memory and time of one step of ``config`` (the second: the first makes the optimizer's states).
 
     Args:
         config: what would be trained.
         world_size: processes of the run.
         rank: the one that is looked at; shards differ where sizes do not divide evenly.
-        device: what each process would compute on: ``"cpu"`` or a name such as ``"H100"``.
+        device: what each process would compute on: ``"cpu"`` or a name such as ``"H100"``; left out, the profile's
+            device, else ``"cpu"``.
         threads: CPU threads of each process; left out, the config's, else torch's of now.
+        profile: measured speeds, in place of the device table's.
 
     Raises:
         UserError: a process group exists, a device is unknown, sharding is ddp, or the model's forward depends on
             values.
         PolicyError: the policy cannot be applied to this model.
     """
-    target = find_device(device)
+    target = find_device(device or (profile.device if profile else "cpu"))
+    if profile is not None and profile.kernels != target.kind:
+        raise UserError(
+            f"the profile was measured on {profile.device} ({profile.kernels}), and the estimate is for {target.name}: "
+            "leave the device out, or give a profile of its own kind"
+        )
     if config.sharding.kind == "ddp":
         raise UserError(
             "sharding ddp is not estimated: DistributedDataParallel reads the parameters' memory as it is made, and "
@@ -77,6 +90,8 @@ def estimate_config(
         rank=rank,
         threads=threads or config.launch.threads or torch.get_num_threads(),
         policy=config.policy.kind,
+        profile=profile,
+        tokens=math.prod(batch[0].shape[:2]) * world_size * config.training.grad_accumulation,
         assumptions=_assumptions(config, target.kind),
     )
     with torch.random.fork_rng(devices=[]), fake_world(world_size, rank):
