@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("lowtide.cli.train_cmd:train", "Train a model as a config says."),
     "estimate": ("lowtide.cli.estimate_cmd:estimate", "Say what a training step will need, before it runs."),
     "calibrate": ("lowtide.cli.calibrate_cmd:calibrate", "Measure how fast this machine's device is."),
+    "sweep": ("lowtide.cli.sweep_cmd:sweep", "Run a grid of trainings; one that fails costs no other."),
     "config": ("lowtide.cli.config_cmd:app", "Check or show a config, or print what one may hold."),
     "doctor": ("lowtide.cli.doctor_cmd:doctor", "Say what is here, what is missing, and whether training can run."),
 }
