@@ -35,19 +35,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from lowtide.api import Applied, SavedBytes, apply, saved_bytes, trace
-    from lowtide.policy import EveryNthLayer, Full, NoPolicy, SelectiveOp, SomeLayers
+    from lowtide.api import Applied, SavedBytes, apply, checkpoint_name, saved_bytes, trace
+    from lowtide.policy import EveryNthLayer, Full, NoPolicy, Rule, Rules, SelectiveOp, SomeLayers
     from lowtide.records import Estimate, OpTrace
 
 _HOMES = {
     "Applied": "lowtide.api",
     "SavedBytes": "lowtide.api",
     "apply": "lowtide.api",
+    "checkpoint_name": "lowtide.api",
     "saved_bytes": "lowtide.api",
     "trace": "lowtide.api",
     "EveryNthLayer": "lowtide.policy",
     "Full": "lowtide.policy",
     "NoPolicy": "lowtide.policy",
+    "Rule": "lowtide.policy",
+    "Rules": "lowtide.policy",
     "SelectiveOp": "lowtide.policy",
     "SomeLayers": "lowtide.policy",
     "Estimate": "lowtide.records",
@@ -61,10 +64,13 @@ __all__ = [
     "Full",
     "NoPolicy",
     "OpTrace",
+    "Rule",
+    "Rules",
     "SavedBytes",
     "SelectiveOp",
     "SomeLayers",
     "apply",
+    "checkpoint_name",
     "saved_bytes",
     "trace",
 ]

@@ -21,6 +21,8 @@ from lowtide.policy import (
     Full,
     Keep,
     NoPolicy,
+    Rule,
+    Rules,
     SaveRule,
     SelectiveOp,
     SomeLayers,
@@ -28,18 +30,21 @@ from lowtide.policy import (
     resolve,
 )
 
-KINDS = ("none", "full", "every_nth_layer", "some_layers", "selective_op")
+KINDS = ("none", "full", "every_nth_layer", "some_layers", "selective_op", "rules")
 KEYS = (
     "kind",
     "layers",
     "n",
     "checkpoint",
     "save",
+    "default",
+    "rules",
     "executor",
     "preserve_rng",
     "determinism",
     "allow_inexact",
 )
+INNER_KEYS = ("op", "keep", "optional", "m", "calls", "modules", "name", "action")
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=3),
     st.sampled_from([*KINDS, *KEYS, "1/2", "2/1", "always", "aten.mm", "matmul", "layers.*", "auto"]),
@@ -48,7 +53,11 @@ JSONISH = st.recursive(
     SCALARS,
     lambda inner: (
         st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from([*KEYS, *KINDS, "op", "keep", "optional", "m"]) | SCALARS, inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from([*KEYS, *KINDS, *INNER_KEYS]) | SCALARS,
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
 )
@@ -69,7 +78,24 @@ RULES = st.builds(
     keep=st.just(Keep()) | SHARES.map(Keep.model_validate),
     optional=st.booleans(),
 )
+GLOBS = st.none() | st.lists(st.sampled_from(["mlp", "**.router", "attn.*"]), min_size=1, max_size=2).map(tuple)
+ACTIONS = st.sampled_from(["save", "recompute"])
+FULL_RULES = st.one_of(
+    st.builds(
+        Rule,
+        modules=GLOBS,
+        op=st.sampled_from(["aten.mm", "sdpa", "lab.silu"]),
+        action=st.just("save"),
+        keep=st.just(Keep()) | SHARES.map(Keep.model_validate) | st.just(Keep(calls=(0, 3))),
+        optional=st.booleans(),
+    ),
+    st.builds(
+        Rule, modules=GLOBS, name=st.sampled_from(["ffn_in", "q"]), action=st.sampled_from(["save", "recompute"])
+    ),
+    st.builds(Rule, layers=st.just(("layers.{0-3}",)), action=st.sampled_from(["none", "save", "recompute"])),
+)
 POLICIES = st.one_of(
+    st.builds(Rules, default=st.just("recompute"), rules=st.lists(FULL_RULES, max_size=3).map(tuple), **COMMON),
     st.builds(NoPolicy),
     st.builds(Full, **COMMON),
     st.builds(EveryNthLayer, n=st.integers(1, 100), **COMMON),
@@ -198,8 +224,9 @@ def test_a_list_of_layers_is_met_exactly_or_refused(blocks, data):
 @given(block_lists())
 def test_full_and_selective_take_all_and_none_takes_nothing(blocks):
     rules = (SaveRule(op="aten.mm", keep=Keep(m=1, n=2)),)
-    assert [r.save for r in resolve(Full(), blocks).regions] == [()] * len(blocks)
-    assert [r.save for r in resolve(SelectiveOp(save=rules), blocks).regions] == [rules] * len(blocks)
+    assert [r.rules for r in resolve(Full(), blocks).regions] == [()] * len(blocks)
+    as_rules = ((0, Rule(op="aten.mm", action="save", keep=Keep(m=1, n=2))),)
+    assert [r.rules for r in resolve(SelectiveOp(save=rules), blocks).regions] == [as_rules] * len(blocks)
     nothing = resolve(NoPolicy(), blocks)
     assert nothing.regions == ()
     assert nothing.total == len(blocks)

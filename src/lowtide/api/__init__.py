@@ -2,6 +2,6 @@
 
 from lowtide.api._saved_bytes import SavedBytes, SavedColumn, saved_bytes
 from lowtide.api._trace import trace
-from lowtide.regions import Applied, apply
+from lowtide.regions import Applied, apply, checkpoint_name
 
-__all__ = ["Applied", "SavedBytes", "SavedColumn", "apply", "saved_bytes", "trace"]
+__all__ = ["Applied", "SavedBytes", "SavedColumn", "apply", "checkpoint_name", "saved_bytes", "trace"]

@@ -3,14 +3,16 @@
 kinds      one frozen class per kind, a union tagged by ``kind``
 match      glob patterns over FQNs, by segments
 resolve    policy + block names -> one recipe per region (what is priced is what runs)
+rules      the kind that can say everything; the others are short for it (``expand``)
+presets    what others do, as YAML files
 aliases    names that stand for groups of operators
 """
 
 from lowtide.policy._aliases import ALIASES, ROUTING_OPS
+from lowtide.policy._base import Keep
 from lowtide.policy._kinds import (
     EveryNthLayer,
     Full,
-    Keep,
     LayerPolicy,
     NoPolicy,
     Policy,
@@ -20,7 +22,9 @@ from lowtide.policy._kinds import (
     parse_policy,
 )
 from lowtide.policy._match import Pattern, match_fqns
-from lowtide.policy._resolve import Block, RegionRecipe, Resolution, resolve
+from lowtide.policy._presets import named_policy, preset_names
+from lowtide.policy._resolve import Block, RegionRecipe, Resolution, expand, resolve
+from lowtide.policy._rules import Rule, Rules
 
 __all__ = [
     "ALIASES",
@@ -35,10 +39,15 @@ __all__ = [
     "Policy",
     "RegionRecipe",
     "Resolution",
+    "Rule",
+    "Rules",
     "SaveRule",
     "SelectiveOp",
     "SomeLayers",
+    "expand",
     "match_fqns",
+    "named_policy",
     "parse_policy",
+    "preset_names",
     "resolve",
 ]

@@ -3,6 +3,8 @@
 _names       bare FQNs; every place in the module tree
 _discover    the blocks of a model
 _operators   operator names -> overloads; what matters of an overload
+_plan        rules, operator by operator; which modules run
+_naming      names that a model's code gives to values
 _session     rules that matched nothing, over all regions and ranks
 _region      forward of a checkpointed block: hands it to an executor
 _arguments   a call's arguments, apart and together again
@@ -29,6 +31,18 @@ _compiled    the same decisions for the compiler's partitioner
 from lowtide.regions._apply import Applied, apply
 from lowtide.regions._discover import find_blocks
 from lowtide.regions._names import Slot, bare_fqn, compress_names, innermost, slots
+from lowtide.regions._naming import checkpoint_name
 from lowtide.regions._region import Region
 
-__all__ = ["Applied", "Region", "Slot", "apply", "bare_fqn", "compress_names", "find_blocks", "innermost", "slots"]
+__all__ = [
+    "Applied",
+    "Region",
+    "Slot",
+    "apply",
+    "bare_fqn",
+    "checkpoint_name",
+    "compress_names",
+    "find_blocks",
+    "innermost",
+    "slots",
+]

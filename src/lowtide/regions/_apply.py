@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from lowtide.errors import NothingMatchedError, RefusedError, listing
-from lowtide.policy import LayerPolicy, NoPolicy, RegionRecipe, parse_policy, resolve
+from lowtide.errors import NothingMatchedError, PolicyError, RefusedError, listing
+from lowtide.policy import Block, LayerPolicy, NoPolicy, RegionRecipe, Resolution, parse_policy, resolve
 from lowtide.regions._discover import Candidate, find_candidates
 from lowtide.regions._names import compress_names, slots
 from lowtide.regions._refusals import refuse_impossible
@@ -36,9 +36,10 @@ class Applied:
             return f"{self.policy.kind}: no block checkpointed"
         names = compress_names([r.fqn for r in self.regions])
         executors = listing(dict.fromkeys(r.executor for r in self.regions))
+        blocks = len({r.recipe.block.fqn for r in self.regions})
+        inside = "" if blocks == len(self.regions) else f" in {len(self.regions)} regions"
         return (
-            f"{self.policy.kind}: {len(self.regions)} of {self.blocks} blocks checkpointed ({names}), "
-            f"executor {executors}"
+            f"{self.policy.kind}: {blocks} of {self.blocks} blocks checkpointed{inside} ({names}), executor {executors}"
         )
 
     def check(self) -> None:
@@ -109,17 +110,17 @@ def apply(model: nn.Module, policy: object) -> Applied:
     if isinstance(parsed, NoPolicy):
         return Applied(parsed, 0, ())
     candidates = find_candidates(model, parsed.layers)
-    resolution = resolve(parsed, [c.block for c in candidates])
-    modules = {c.block.fqn: c.module for c in candidates}
+    resolution = resolve(parsed, [c.block for c in candidates], _inside(candidates))
     aliases = _aliases(model, candidates)
+    modules = _modules_of_regions(resolution, candidates, aliases)
     recipes = _one_per_module(resolution.regions, modules, aliases)
     for recipe in recipes:
-        refuse_impossible(model, recipe, modules[recipe.block.fqn])
-    session = Session(recipes[0], len(recipes))
-    regions = [_region(modules[r.block.fqn], r, parsed, session, aliases) for r in recipes]
+        refuse_impossible(model, recipe, modules[recipe.fqn])
+    session = Session(resolution.rules, recipes, parsed.kind)
+    regions = [_region(modules[r.fqn], r, parsed, session, aliases) for r in recipes]
     for region in regions:
         region.module.forward = region
-    return Applied(parsed, len(aliases), tuple(regions))
+    return Applied(parsed, len({id(c.module) for c in candidates}), tuple(regions))
 
 
 def _region(
@@ -130,6 +131,44 @@ def _region(
     aliases: Mapping[int, Sequence[str]],
 ) -> Region:
     return region_class(type(module))(module, recipe, policy, session, tuple(aliases[id(module)]))
+
+
+def _inside(candidates: Sequence[Candidate]) -> Callable[[Block], list[str]]:
+    """Return what names the modules in a block, relative to it."""
+    modules = {c.block.fqn: c.module for c in candidates}
+
+    def names(block: Block) -> list[str]:
+        return [slot.fqn for slot in slots(modules[block.fqn]) if slot.fqn]
+
+    return names
+
+
+def _modules_of_regions(
+    resolution: Resolution, candidates: Sequence[Candidate], aliases: dict[int, list[str]]
+) -> dict[str, nn.Module]:
+    """Map each region's FQN to its module; note further names of modules inside blocks in ``aliases``.
+
+    Raises:
+        PolicyError: a rule names a container, which is never called itself.
+    """
+    blocks = {c.block.fqn: c.module for c in candidates}
+    found: dict[str, nn.Module] = {}
+    for recipe in resolution.regions:
+        block = blocks[recipe.block.fqn]
+        if not recipe.module:
+            found[recipe.fqn] = block
+            continue
+        module = next(slot.module for slot in slots(block) if slot.fqn == recipe.module)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise PolicyError(
+                f"rules: {recipe.module!r} in {recipe.block.fqn} is a {type(module).__name__}, which is never called "
+                f"itself: a region on it would do nothing. Name what is in it: {recipe.module}.*"
+            )
+        found[recipe.fqn] = module
+        names = aliases.setdefault(id(module), [])
+        if recipe.fqn not in names:
+            names.append(recipe.fqn)
+    return found
 
 
 def _present_regions(model: nn.Module) -> dict[int, Region]:
@@ -147,8 +186,8 @@ def _again(policy: NoPolicy | LayerPolicy, present: Mapping[int, Region], model:
             f"{policy.kind!r} differs from it. Call remove() on what lowtide.apply returned first"
         )
     candidates = find_candidates(model, applied.layers)
-    modules = {c.block.fqn: c.module for c in candidates}
-    wanted = {id(modules[r.block.fqn]) for r in resolve(applied, [c.block for c in candidates]).regions}
+    resolution = resolve(applied, [c.block for c in candidates], _inside(candidates))
+    wanted = {id(m) for m in _modules_of_regions(resolution, candidates, _aliases(model, candidates)).values()}
     if wanted != set(present):
         raise RefusedError(
             f"some blocks of this model carry a region already ({listing(r.fqn for r in regions)}) and others that the "
@@ -173,14 +212,14 @@ def _one_per_module(
     recipes: Sequence[RegionRecipe], modules: Mapping[str, nn.Module], aliases: Mapping[int, Sequence[str]]
 ) -> list[RegionRecipe]:
     """One recipe for each module; a shared block must be chosen at all of its places or at none."""
-    chosen = {r.block.fqn for r in recipes}
+    chosen = {r.fqn for r in recipes}
     unique: dict[int, RegionRecipe] = {}
     for recipe in recipes:
-        key = id(modules[recipe.block.fqn])
+        key = id(modules[recipe.fqn])
         left_out = [name for name in aliases[key] if name not in chosen]
         if left_out:
             raise RefusedError(
-                f"{recipe.block.fqn} is the same module as {listing(left_out)}, and the policy chooses only some of "
+                f"{recipe.fqn} is the same module as {listing(left_out)}, and the policy chooses only some of "
                 "these places: one module cannot be checkpointed at one place and not at another. Choose all or none"
             )
         unique.setdefault(key, recipe)

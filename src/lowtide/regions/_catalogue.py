@@ -9,7 +9,8 @@ import torch
 from torch._ops import OpOverload
 
 from lowtide.regions._operators import Trait, traits, written_positions
-from lowtide.regions._tape import Plan, describe
+from lowtide.regions._plan import Plan
+from lowtide.regions._tape import describe
 
 __all__ = ["Catalogue", "Kind"]
 
@@ -20,7 +21,7 @@ _LAZY = frozenset({"_conj", "_neg_view"})
 class Kind:
     """What recording must know of an operator, looked up once for each."""
 
-    __slots__ = ("call", "decides", "draws", "free", "func", "refused", "routing", "rule", "special", "writes")
+    __slots__ = ("call", "decides", "draws", "free", "func", "refused", "routing", "ruled", "special", "writes")
 
     def __init__(self, func: Any, plan: Plan) -> None:
         trait = traits(func)
@@ -35,9 +36,10 @@ class Kind:
         self.draws = bool(trait & Trait.RANDOM)
         self.writes = written_positions(func) if overload and not self.free else ()
         self.special = bool(self.draws or self.writes or self.refused)
-        self.rule: int | None = plan.table.get(func)
+        self.ruled = plan.concerns(func)
         self.routing = bool(trait & Trait.ROUTING)
-        self.decides = self.rule is not None or self.routing
+        self.decides = self.ruled or self.routing or plan.wide
+        """Whether something is to be decided of its output, or of what it reads."""
 
     def __repr__(self) -> str:
         return describe(self.func)

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from lowtide.errors import RefusedError
 from lowtide.regions._operators import Trait, draws, traits
-from lowtide.regions._tape import Plan, Witness, describe
+from lowtide.regions._plan import Plan
+from lowtide.regions._tape import Witness, describe
 
 
 class _Decider:
@@ -26,23 +27,22 @@ class _Decider:
     def __init__(self, plan: Plan, witness: Witness) -> None:
         self.plan = plan
         self.witness = witness
-        self.calls = {False: [0] * len(plan.keeps), True: [0] * len(plan.keeps)}
+        self.calls = {False: [0] * len(plan.rules), True: [0] * len(plan.rules)}
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        rule = self.plan.table.get(func)
         if not ctx.is_recompute:
             self.witness.ran(func)
             if traits(func) & Trait.RANDOM and not self.plan.allow_inexact and draws(func, args, kwargs):
                 _refuse_under_inductor(func)
-        if rule is None:
-            routes = bool(traits(func) & Trait.ROUTING)
-            return CheckpointPolicy.MUST_SAVE if routes else CheckpointPolicy.MUST_RECOMPUTE
-        calls = self.calls[ctx.is_recompute]
-        call = calls[rule]
-        calls[rule] = call + 1
+        decision = self.plan.decide(func, self.calls[ctx.is_recompute], None)
+        if decision.rule is None:
+            if traits(func) & Trait.ROUTING:
+                return CheckpointPolicy.MUST_SAVE
+            # Under `default: save` the partitioner saves what backward needs, and nothing else.
+            return CheckpointPolicy.PREFER_SAVE if decision.keep else CheckpointPolicy.MUST_RECOMPUTE
         if not ctx.is_recompute:
-            self.witness.matched(rule)
-        return CheckpointPolicy.MUST_SAVE if self.plan.keeps[rule](call) else CheckpointPolicy.MUST_RECOMPUTE
+            self.witness.matched(self.plan.rules[decision.rule].number)
+        return CheckpointPolicy.MUST_SAVE if decision.keep else CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _refuse_under_inductor(func: Any) -> None:
@@ -58,5 +58,17 @@ def _refuse_under_inductor(func: Any) -> None:
 
 
 def compiled_contexts(plan: Plan, witness: Witness) -> Any:
-    """Make the pair of contexts for one traced region."""
+    """Make the pair of contexts for one traced region.
+
+    Raises:
+        RefusedError: rules on modules or names, which compiled code does not show.
+    """
+    hard = [rule for rule in plan.rules if rule.modules is not None or rule.name is not None]
+    if hard:
+        what = f"the name {hard[0].name!r}" if hard[0].name is not None else "certain modules in a region"
+        raise RefusedError(
+            f"a rule of the policy is about {what}, and torch.compile shows operators only. Leave these blocks eager "
+            "(compile: false), write rules on operators and layers, or make the modules regions of their own "
+            "(`default: save`, rules that recompute only in modules)"
+        )
     return create_selective_checkpoint_contexts(_Decider(plan, witness))

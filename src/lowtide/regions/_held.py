@@ -10,7 +10,7 @@ import torch
 from lowtide.errors import RecomputeError
 from lowtide.regions._tape import share
 
-__all__ = ["Form", "Held", "Passed", "Slot", "copy_of_storage", "version_only", "without_cycle"]
+__all__ = ["Form", "Held", "Passed", "Slot", "copy_of_storage", "look", "version_only", "without_cycle"]
 
 Form = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 """Size, stride, offset in elements of ``dtype`` from the storage's start, dtype."""
@@ -114,3 +114,12 @@ def without_cycle(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     base = tensor._base
     return tensor if base is not None and base.is_leaf else share(tensor)
+
+
+def look(base: torch.Tensor, form: Form) -> torch.Tensor:
+    """Look at the storage of ``base`` as the record says."""
+    size, stride, offset, dtype = form
+    if base.dtype is not dtype:
+        empty = torch.empty(0, dtype=dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), offset, size, stride)
+    return base.as_strided(size, stride, offset)

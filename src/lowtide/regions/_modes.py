@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.errors import RecomputeError, RefusedError
+from lowtide.regions._naming import Made, Maker, Makers
 from lowtide.regions._operators import Trait, draws, mutated_arguments, traits
+from lowtide.regions._plan import NOTHING, Decision, Plan, Scope
 from lowtide.regions._tape import (
     Kept,
-    Plan,
     Tape,
     Witness,
     describe,
@@ -69,6 +70,11 @@ class _RegionMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
+    def passes_by(self, func: Any, trait: Trait, args: tuple[Any, ...]) -> bool:
+        """Tell whether a call is no operator of the region: metadata, profiler marks, FSDP's own."""
+        inside = self.is_fsdp(func, args) if trait & Trait.SKIPPED else self.fsdp_depth
+        return bool(inside or trait & Trait.SKIPPED)
+
     def is_fsdp(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Tell whether a call belongs to FSDP2's hooks on a unit inside the region.
 
@@ -82,6 +88,16 @@ class _RegionMode(TorchDispatchMode):
         return self.fsdp_depth > 0
 
 
+def is_followed(plan: Plan, func: Any, trait: Trait, args: Sequence[Any]) -> bool:
+    """Tell whether the rules are about a call, so that it has its place on every tape.
+
+    Autocast's cache makes casts of weights come and go between forward and recompute.
+    """
+    if not plan.concerns(func):
+        return False
+    return not (trait & Trait.CAST and func not in plan.overloads and args and isinstance(args[0], torch.nn.Parameter))
+
+
 _ENTER = torch.ops.profiler._record_function_enter_new.default
 _EXITS = frozenset(
     getattr(torch.ops.profiler._record_function_exit, o) for o in torch.ops.profiler._record_function_exit.overloads()
@@ -91,14 +107,20 @@ _EXITS = frozenset(
 class Recording(_RegionMode):
     """Writes the tape in forward and keeps what the rules name."""
 
-    def __init__(self, plan: Plan, tape: Tape, witness: Witness, fqn: str) -> None:
+    def __init__(self, plan: Plan, tape: Tape, witness: Witness, fqn: str, scope: Scope | None = None) -> None:
         super().__init__()
         self.plan = plan
         self.fqn = fqn
         self.tape = tape
         self.witness = witness
-        self.calls = [0] * len(plan.keeps)
+        self.scope = scope
+        self.calls = [0] * len(plan.rules)
+        self.defaults = 0
+        """How many calls the default of the policy decided to keep."""
         self.made: set[int] = set()
+        self.makers = Makers() if plan.by_name else None
+        self.overwritten: set[int] = set()
+        """Storages that were written to, where names matter."""
         self.kept_storages: dict[int, list[int]] = {}
 
     def __torch_dispatch__(
@@ -106,9 +128,7 @@ class Recording(_RegionMode):
     ) -> Any:
         kwargs = kwargs or {}
         trait = traits(func)
-        if self.is_fsdp(func, args) if trait & Trait.SKIPPED else self.fsdp_depth:
-            return func(*args, **kwargs)
-        if trait & Trait.SKIPPED:
+        if self.passes_by(func, trait, args):
             return func(*args, **kwargs)
         if trait & Trait.RANDOM:
             self._check_random(func, args, kwargs)
@@ -116,12 +136,12 @@ class Recording(_RegionMode):
         # Before the call: an operator such as t_ changes the shape of its own argument.
         literals = literals_of(args, kwargs) if tape.thorough else None
         out = func(*args, **kwargs)
-        rule = self.plan.table.get(func)
-        if rule is None and not tape.thorough and trait & (Trait.VIEW | Trait.CAST):
+        followed = is_followed(self.plan, func, trait, args)
+        if not followed and not tape.thorough and trait & (Trait.VIEW | Trait.CAST):
             return out
         if trait & Trait.MUTATES:
             self._forget_overwritten(func, args, kwargs)
-        if rule is None and trait & Trait.CAST:
+        if not followed and trait & Trait.CAST:
             self._note(func, out, trait)
             return out
         position = len(tape.funcs)
@@ -131,22 +151,31 @@ class Recording(_RegionMode):
             self._note(func, out, trait)
             tape.literals.append(literals)
             tape.digests.append(digest_of(out) if self.plan.strict and has_values(out, trait) else None)
-        if self._keeps(rule, trait, position):
+        decision = self.plan.decide(func, self.calls, self.scope) if followed else NOTHING
+        keeps = self._keeps(decision, trait, position)
+        if keeps or self.makers is not None:
             drew = trait & Trait.RANDOM and draws(func, args, kwargs)
-            self._keep(position, out, generator_states(out) if drew else None)
+            self._made(position, out, trait, Made(decision, generator_states(out) if drew else None), keeps=keeps)
         return out
 
-    def _keeps(self, rule: int | None, trait: Trait, position: int) -> bool:
-        if rule is None:
-            if trait & Trait.ROUTING:
-                self.tape.saw_routing = True
-                return True
-            return False
-        call = self.calls[rule]
-        self.calls[rule] = call + 1
-        if call == 0:
-            self.witness.matched(rule)
-        if not self.plan.keeps[rule](call) or (rule, call) in self.tape.unneeded:
+    def _made(self, position: int, out: Any, trait: Trait, made: Made, *, keeps: bool) -> None:
+        if keeps:
+            self._keep(position, out, made.generators)
+        if self.makers is not None and not trait & (Trait.VIEW | Trait.MUTATES):
+            self.makers.note(position, out, made, routes=bool(trait & Trait.ROUTING))
+
+    def _keeps(self, decision: Decision, trait: Trait, position: int) -> bool:
+        rule, call = decision.rule, decision.call
+        if rule is not None and call == 0:
+            self.witness.matched(self.plan.rules[rule].number)
+        if trait & Trait.ROUTING:
+            self.tape.saw_routing = True
+            return True
+        if rule is None and decision.keep:
+            call = self.defaults
+            self.defaults += 1
+        # What is written in place is kept by the operator that made it, or not at all.
+        if not decision.keep or trait & Trait.MUTATES or (rule, call) in self.tape.unneeded:
             return False
         self.tape.kept_calls[position] = (rule, call)
         return True
@@ -162,11 +191,53 @@ class Recording(_RegionMode):
         """Drop kept values that this operator overwrites: they are recomputed, writes and all."""
         for target in mutated_arguments(func, args, kwargs):
             storage = storage_of(target)
+            if self.makers is not None and self.makers.forget(target):
+                self.overwritten.add(storage)
             for position in self.kept_storages.pop(storage, ()):
                 self.tape.kept.pop(position, None)
                 self.tape.kept_calls.pop(position, None)
             if self.tape.thorough and storage not in self.made:
                 self.tape.wrote_outside.append((func, target))
+
+    def take_name(self, tensor: torch.Tensor, name: str) -> None:
+        """Decide a value anew, by its name.
+
+        Raises:
+            RefusedError: it should be kept, and cannot be: it was written in place, or is part of a lost whole.
+        """
+        self.witness.named(name)
+        if self.makers is None:
+            return
+        maker = self.makers.find(tensor)
+        before = NOTHING if maker is None else maker.made.decision
+        decision = self.plan.decide_name(name, before, self.calls, self.scope)
+        if decision is None or decision.rule is None:
+            return
+        if decision.call == 0:
+            self.witness.matched(self.plan.rules[decision.rule].number)
+        if maker is None:
+            if decision.keep and storage_of(tensor) in self.overwritten:
+                raise self._cannot_keep(name, "it was written in place after it was made")
+        elif not decision.keep and not maker.routes:
+            self.tape.kept.pop(maker.position, None)
+            self.tape.kept_calls.pop(maker.position, None)
+        elif decision.keep and maker.position not in self.tape.kept:
+            self._keep_named(name, tensor, maker, (decision.rule, decision.call))
+
+    def _keep_named(self, name: str, tensor: torch.Tensor, maker: Maker, call: tuple[int, int]) -> None:
+        if call in self.tape.unneeded:
+            return
+        out = maker.output(tensor)
+        if out is None:
+            raise self._cannot_keep(name, "other outputs of the operator that made it are gone")
+        self._keep(maker.position, out, maker.made.generators)
+        self.tape.kept_calls[maker.position] = call
+
+    def _cannot_keep(self, name: str, why: str) -> RefusedError:
+        return RefusedError(
+            f"region {self.fqn}: the value named {name!r} cannot be saved by executor recompute: {why}. Give the name "
+            "right after the operator that makes the value, or set executor: replay"
+        )
 
     def _note(self, func: Any, out: Any, trait: Trait) -> None:
         if not self.tape.thorough:
@@ -213,7 +284,7 @@ class Repeating(_RegionMode):
         kwargs = kwargs or {}
         trait = traits(func)
         tape = self.tape
-        unruled = func not in self.plan.table
+        unruled = not is_followed(self.plan, func, trait, args)
         if self.is_fsdp(func, args) if trait & Trait.SKIPPED else self.fsdp_depth:
             return func(*args, **kwargs)
         if trait & Trait.SKIPPED or (unruled and (trait & Trait.CAST or (trait & Trait.VIEW and not tape.thorough))):

@@ -16,7 +16,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from lowtide.errors import NothingMatchedError, PolicyError, nearest
-from lowtide.policy import ALIASES, ROUTING_OPS, SaveRule
+from lowtide.policy import ALIASES, ROUTING_OPS
 
 
 class Trait(IntFlag):
@@ -122,29 +122,8 @@ def mutated_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str
     return found
 
 
-def save_table(rules: Sequence[SaveRule]) -> dict[OpOverload, int]:
-    """Map each overload to the index of the first rule that matches it.
-
-    Raises:
-        NothingMatchedError: a name that this torch does not know.
-        PolicyError: an operator that only writes in place, or a rule that earlier ones hide.
-    """
-    table: dict[OpOverload, int] = {}
-    for i, rule in enumerate(rules):
-        overloads = resolve_operator(rule.op)
-        fresh = [o for o in overloads if o not in table]
-        if not fresh:
-            hiding = sorted({rules[table[o]].op for o in overloads})
-            raise PolicyError(
-                f"save: {rule.op!r} can never decide anything, since {', '.join(hiding)} stands before it and the "
-                "first rule that matches decides. Put the narrower rule first"
-            )
-        table.update((o, i) for o in fresh)
-    return table
-
-
-def resolve_operator(name: str) -> list[OpOverload]:
-    """Expand an alias, a packet or an overload to overloads that return new values.
+def resolve_operator(name: str, *, where: str) -> list[OpOverload]:
+    """Expand an alias, a packet or an overload to overloads that return new values; ``where`` stands in errors.
 
     Raises:
         NothingMatchedError: this torch has no such operator; the nearest names are listed.
@@ -154,10 +133,10 @@ def resolve_operator(name: str) -> list[OpOverload]:
         return [o for packet in ALIASES[name] for o in _functional(_packet(packet) or ())]
     found = _packet(name) or _overload(name)
     if not found:
-        raise NothingMatchedError(_unknown(name))
+        raise NothingMatchedError(f"{where}: {_unknown(name)}")
     functional = _functional(found)
     if not functional:
-        raise PolicyError(f"save: {name!r} writes in place and has no output of its own to save")
+        raise PolicyError(f"{where}: {name!r} writes in place and has no output of its own to save")
     return functional
 
 
@@ -185,12 +164,12 @@ def _unknown(name: str) -> str:
     packet = ".".join(name.split(".")[:2])
     if _packet(packet):
         overloads = [str(o) for o in _packet(packet) or ()]
-        return f"save: operator {name!r} has no such overload; {packet} has: {', '.join(overloads)}"
+        return f"operator {name!r} has no such overload; {packet} has: {', '.join(overloads)}"
     tail = name.rsplit(".", 1)[-1]
     near = nearest(name, [*ALIASES, *sorted(known)], count=3)
     exact = [k for k in sorted(known) if k.rsplit(".", 1)[-1] == tail]
     near = list(dict.fromkeys([*exact[:2], *near]))[:4]
     return (
-        f"save: torch {torch.__version__} has no operator {name!r}; nearest: {', '.join(near) or 'none'}. "
+        f"torch {torch.__version__} has no operator {name!r}; nearest: {', '.join(near) or 'none'}. "
         f"Write an overload (aten.mm.default), a packet (aten.mm) or an alias ({', '.join(ALIASES)})"
     )

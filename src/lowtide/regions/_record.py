@@ -17,7 +17,7 @@ look-up for each operator, and ``func._op`` in the place of ``func``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import LowtideError, RefusedError
 from lowtide.regions._catalogue import Catalogue, Kind
-from lowtide.regions._held import Form, Held, Slot, copy_of_storage, version_only, without_cycle
+from lowtide.regions._held import Form, Held, Slot, copy_of_storage, look, version_only, without_cycle
 from lowtide.regions._operators import draws
+from lowtide.regions._plan import NOTHING, Decision, Scope
 from lowtide.regions._schedule import Step
 from lowtide.regions._tape import Witness, generator_states, share
 
@@ -52,7 +53,9 @@ class Recorder(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, catalogue: Catalogue, witness: Witness, fqn: str, *, watch: bool) -> None:
+    def __init__(
+        self, catalogue: Catalogue, witness: Witness, fqn: str, scope: Scope | None = None, *, watch: bool
+    ) -> None:
         super().__init__()
         self.catalogue = catalogue
         self.witness = witness
@@ -77,7 +80,12 @@ class Recorder(TorchDispatchMode):
         self._careful = watch
         self._current: dict[int, int] = {}
         self._pins: list[int] = []
-        self._counts = [0] * len(catalogue.plan.keeps)
+        self._scope = scope
+        self._counts = [0] * len(catalogue.plan.rules)
+        self._soft: set[int] = set()
+        """States to keep if backward needs them: autograd packs them, or an operator to run again reads them."""
+        self._decided: dict[int, Decision] | None = {} if catalogue.plan.by_name else None
+        """State -> what decided it, where a name may still decide otherwise."""
         self._packed = 0
         """How many slots there were after the last operator."""
         self._doubtful: list[tuple[Slot, Held, int]] = []
@@ -216,8 +224,8 @@ class Recorder(TorchDispatchMode):
         makes = self._make(kind, out)
         self.steps.append((kind, tuple(states), makes, writes))
         self.calls.append((rest, named, reads, generators))
-        if kind.decides and makes:
-            self._decide(kind, out, makes)
+        if kind.decides and (makes or writes):
+            self._decide(kind, (args, kwargs, states), out, makes, writes)
         return out
 
     def _look_into(
@@ -302,19 +310,66 @@ class Recorder(TorchDispatchMode):
                 slot.state = after
         self._doubtful.clear()
 
-    def _decide(self, kind: Kind, out: Any, makes: Sequence[tuple[int, int]]) -> None:
+    def _decide(
+        self,
+        kind: Kind,
+        read: tuple[tuple[Any, ...], dict[str, Any], list[int]],
+        out: Any,
+        makes: Sequence[tuple[int, int]],
+        writes: Sequence[tuple[int, int]],
+    ) -> None:
         """Keep the outputs that a rule names, and routing results."""
-        rule = kind.rule
-        if rule is not None:
-            call = self._counts[rule]
-            self._counts[rule] = call + 1
-            if call == 0:
-                self.witness.matched(rule)
-            if not self.catalogue.plan.keeps[rule](call):
-                return
-        values = (out,) if isinstance(out, torch.Tensor) else out
-        for position, state in makes:
-            self.kept[state] = Held(share(values[position]), self.where)
+        plan = self.catalogue.plan
+        decision = plan.decide(kind.func, self._counts, self._scope) if kind.ruled else NOTHING
+        if decision.rule is not None and decision.call == 0:
+            self.witness.matched(plan.rules[decision.rule].number)
+        if self._decided is not None:
+            self._decided.update((state, decision) for _, state in (*makes, *writes))
+        softly = decision.keep and (decision.rule is None or decision.rule in plan.broad)
+        if softly:
+            self._soft.update(state for _, state in (*makes, *writes))
+        elif plan.wide and not decision.keep:
+            self._keep_what_it_reads(read, writes)
+        if kind.routing or (decision.keep and not softly):
+            values = (out,) if isinstance(out, torch.Tensor) else out
+            for position, state in makes:
+                self.kept[state] = Held(share(values[position]), self.where)
+
+    def _keep_what_it_reads(
+        self, read: tuple[tuple[Any, ...], dict[str, Any], list[int]], writes: Sequence[tuple[int, int]]
+    ) -> None:
+        """Keep what an operator needs that will run again; what backward does not need of it goes with forward."""
+        args, kwargs, states = read
+        written = {before for before, _ in writes}
+        for tensor, state in zip(_tensors_in((*args, *kwargs.values())), states, strict=True):
+            if state in self._soft and state not in written:
+                self._keep_softly(state, tensor)
+
+    def _keep_softly(self, state: int, tensor: torch.Tensor) -> None:
+        if state not in self.kept:
+            self.kept[state] = Held(look(share(tensor), self.forms[state]), self.where)
+
+    def take_name(self, tensor: torch.Tensor, name: str) -> None:
+        """Decide a value anew, by its name."""
+        if self.paused or self.problem is not None:
+            return
+        self.witness.named(name)
+        state = self.known(tensor)
+        if self._decided is None:
+            return
+        plan = self.catalogue.plan
+        decision = plan.decide_name(name, self._decided.get(state, NOTHING), self._counts, self._scope)
+        if decision is None or decision.rule is None:
+            return
+        if decision.call == 0:
+            self.witness.matched(plan.rules[decision.rule].number)
+        if state < 0 or state in self.externals:
+            return
+        if decision.keep:
+            self._keep_softly(state, tensor)
+        else:
+            self._soft.discard(state)
+            self.kept.pop(state, None)
 
     def _generators(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generators | None:
         if not kind.draws or not draws(kind.func, args, kwargs):
@@ -350,12 +405,23 @@ class Recorder(TorchDispatchMode):
             return None
         if state is None or state in self.externals:
             return None
+        if state in self._soft:
+            self._keep_softly(state, tensor)
         form = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         if form == self.forms[state]:
             form = None
         slot = Slot(record, state, form, Held(tensor, self.where) if keep_original or state in self.kept else None)
         self.slots.append(weakref.ref(slot))
         return slot
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments, in the order in which they are recorded."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) is list:
+            yield from (item for item in value if isinstance(item, torch.Tensor))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

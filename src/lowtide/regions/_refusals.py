@@ -17,7 +17,7 @@ def refuse_impossible(model: nn.Module, recipe: RegionRecipe, module: nn.Module)
     Raises:
         RefusedError: names the block and the way out.
     """
-    fqn = recipe.block.fqn
+    fqn = recipe.fqn
     if isinstance(module, torch.jit.ScriptModule):
         raise RefusedError(f"{fqn} is a TorchScript module; regions need eager or torch.compile'd modules")
     if any(isinstance(m, nn.DataParallel) for m in model.modules()):
@@ -26,7 +26,7 @@ def refuse_impossible(model: nn.Module, recipe: RegionRecipe, module: nn.Module)
             "use DistributedDataParallel or fully_shard"
         )
     _refuse_other_checkpointing(model, fqn, module)
-    if recipe.save:
+    if recipe.selects:
         _refuse_compiled_inside(fqn, module)
 
 

@@ -33,6 +33,8 @@ from lowtide.errors import RefusedError, StateChangedError
 from lowtide.policy import LayerPolicy, RegionRecipe
 from lowtide.regions._arguments import Spec, flatten
 from lowtide.regions._modes import Recording, Repeating
+from lowtide.regions._names import bare_fqn
+from lowtide.regions._plan import Scope
 from lowtide.regions._replay import Replayer
 from lowtide.regions._session import Session
 from lowtide.regions._state import HostRandom, StateWatch, modules_of
@@ -50,7 +52,7 @@ class _Facts:
     draws_on_host: bool
     """Whether forward draws from the generators of NumPy or Python."""
     verified: bool = False
-    unneeded: frozenset[tuple[int, int]] = frozenset()
+    unneeded: frozenset[tuple[int | None, int]] = frozenset()
     """(rule, call) of outputs that a rule names and backward never needs."""
 
 
@@ -74,6 +76,7 @@ class Region:
         self.session = session
         self.aliases = aliases
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.plan, self.compiled_contexts = session.plan_of(recipe)
         self._forget()
 
     def _forget(self) -> None:
@@ -82,6 +85,7 @@ class Region:
         self.replayer: Replayer | None = None
         self.replayed: set[Any] = set()
         self.not_replayed: dict[Any, str] = {}
+        self._scoped: tuple[list[int], Scope] | None = None
 
     # A weak reference: a module that held a strong one to itself would wait for the cycle collector to free its
     # parameters. Copies and pickles carry the module, so that a copy runs its own parameters.
@@ -95,6 +99,7 @@ class Region:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._module = weakref.ref(state.pop("module"))
         self.__dict__.update(state)
+        self.plan, self.compiled_contexts = self.session.plan_of(self.recipe)
         self._forget()
 
     @property
@@ -106,8 +111,8 @@ class Region:
 
     @property
     def fqn(self) -> str:
-        """Name of the block in the bare model."""
-        return self.recipe.block.fqn
+        """Name of the region's module in the bare model."""
+        return self.recipe.fqn
 
     @property
     def index(self) -> int:
@@ -117,16 +122,21 @@ class Region:
     @property
     def executor(self) -> str:
         """What carries the region out in eager code; a compiled block is carried out by the compiler."""
-        if self.policy.executor != "replay" or self.not_replayed:
-            return "recompute"
-        return "replay"
+        return "replay" if self._wants_replay and not self.not_replayed else "recompute"
+
+    @property
+    def _wants_replay(self) -> bool:
+        """Whether replay is asked for, or is the only one that knows what backward needs."""
+        return self.policy.executor == "replay" or (self.policy.executor == "auto" and self.recipe.default == "save")
 
     @property
     def reason(self) -> str:
         """Why that executor."""
         if self.not_replayed:
             return f"not replayed: {next(iter(self.not_replayed.values()))}"
-        return "by default" if self.policy.executor == "auto" else "asked for"
+        if self.policy.executor != "auto":
+            return "asked for"
+        return "saves what backward needs, and nothing else" if self._wants_replay else "by default"
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -169,8 +179,8 @@ class Region:
             body,
             *args,
             use_reentrant=False,
-            preserve_rng_state=self.session.preserve_rng,
-            context_fn=self.session.compiled_contexts,
+            preserve_rng_state=self.recipe.preserve_rng,
+            context_fn=self.compiled_contexts,
             **kwargs,
         )
 
@@ -179,7 +189,7 @@ class Region:
         leaves, spec = flatten(args, kwargs)
         modules = modules_of(module)
         form = _form(modules, leaves)
-        if self.policy.executor == "replay" and form not in self.not_replayed:
+        if self._wants_replay and form not in self.not_replayed:
             return self._replay(module, args, kwargs, form)
         facts = self.facts.get(form)
         invocation = _Invocation(self, module, args, kwargs, spec)
@@ -197,8 +207,8 @@ class Region:
 
     def _plain(self, invocation: _Invocation, leaves: list[Any]) -> Any:
         """Run without a mode; random operators, which no mode sees here, are found by the generators' states."""
-        if self.session.preserve_rng or self.session.plan.allow_inexact:
-            return checkpoint(invocation, *leaves, use_reentrant=False, preserve_rng_state=self.session.preserve_rng)
+        if self.plan.preserve_rng or self.plan.allow_inexact:
+            return checkpoint(invocation, *leaves, use_reentrant=False, preserve_rng_state=self.plan.preserve_rng)
         before = generator_states(leaves)
         out = checkpoint(invocation, *leaves, use_reentrant=False, preserve_rng_state=False)
         after = generator_states(leaves)
@@ -210,8 +220,10 @@ class Region:
         """Run forward on record; the first time, see whether it can be replayed."""
         inner = self._inner(module)
         if self.replayer is None:
-            self.replayer = Replayer(self.session.plan, self.session, self.fqn)
-        out, problem = self.replayer.run(lambda: inner(*args, **kwargs), module, verify=form not in self.replayed)
+            self.replayer = Replayer(self.plan, self.session, self.fqn)
+        out, problem = self.replayer.run(
+            lambda: inner(*args, **kwargs), module, self._scope(), verify=form not in self.replayed
+        )
         if len(self.replayed) + len(self.not_replayed) >= _MOST_FORMS:
             self.replayed.clear()
             self.not_replayed.clear()
@@ -233,28 +245,41 @@ class Region:
         changed = invocation.watch.forget_unchanged()
         draws_on_host = host.changed()
         invocation.host = host if draws_on_host else None
-        plan = self.session.plan
+        plan = self.plan
         if not plan.allow_inexact:
             if draws_on_host and not plan.preserve_rng:
                 raise RefusedError(random_without_state(self.fqn, "NumPy or Python's random"))
             refuse_outside_writes(self.fqn, tape, storages, [t for t in leaves if isinstance(t, torch.Tensor)])
         if len(self.facts) >= _MOST_FORMS:
             self.facts.clear()
-        self.facts[form] = _Facts(bool(plan.table) or tape.saw_routing, changed, draws_on_host)
+        self.facts[form] = _Facts(plan.selects or tape.saw_routing, changed, draws_on_host)
         return out
 
     def _checkpoint(self, invocation: _Invocation, leaves: list[Any], tape: Tape) -> Any:
         contexts = (
-            Recording(self.session.plan, tape, self.session, self.fqn),
-            Repeating(self.session.plan, tape, self.session.check, self.fqn),
+            Recording(self.plan, tape, self.session, self.fqn, self._scope()),
+            Repeating(self.plan, tape, self.session.check, self.fqn),
         )
         return checkpoint(
             invocation,
             *leaves,
             use_reentrant=False,
-            preserve_rng_state=self.session.preserve_rng,
+            preserve_rng_state=self.plan.preserve_rng,
             context_fn=lambda: contexts,
         )
+
+    def _scope(self) -> Scope | None:
+        """Return what tells which modules run, where a rule asks for it; made anew when modules came or went."""
+        if not self.plan.needs_scope:
+            return None
+        modules = modules_of(self.module)
+        if self._scoped is None or self._scoped[0] != [id(m) for m in modules]:
+            names: dict[int, list[str]] = {}
+            prefix = self.recipe.module
+            for name, module in self.module.named_modules(remove_duplicate=False):
+                names.setdefault(id(module), []).append(".".join(filter(None, (prefix, bare_fqn(name)))))
+            self._scoped = [id(m) for m in modules], Scope(self.plan, names, Region._run.__code__)
+        return self._scoped[1]
 
     def recompute_ended(self, form: Any, tape: Tape) -> None:
         """A thorough recompute went through without a difference: later calls of this form need less."""

@@ -24,10 +24,11 @@ from torch import nn
 
 from lowtide.regions._catalogue import Catalogue
 from lowtide.regions._held import Held, Passed, Slot
+from lowtide.regions._plan import Plan, Scope
 from lowtide.regions._record import Recorder
 from lowtide.regions._rerun import HookPair, Record, same_bits
 from lowtide.regions._schedule import Schedule
-from lowtide.regions._tape import Plan, Witness, generator_states, restore_generators
+from lowtide.regions._tape import Witness, generator_states, restore_generators
 
 __all__ = ["Replayer"]
 
@@ -45,19 +46,22 @@ class Replayer:
         self._fqn = fqn
         self._schedules: list[Schedule] = []
 
-    def run(self, call: Callable[[], Any], module: nn.Module, *, verify: bool) -> tuple[Any, str | None]:
+    def run(
+        self, call: Callable[[], Any], module: nn.Module, scope: Scope | None = None, *, verify: bool
+    ) -> tuple[Any, str | None]:
         """Run forward.
 
         Args:
             call: runs forward.
             module: the region's module; its buffers must be as they were after a verification.
+            scope: tells which modules run, where a rule asks for it.
             verify: whether to compare a whole replay with the originals at the end of forward.
 
         Returns:
             The outputs, and why they cannot be replayed (None where they can). Where they cannot, this call keeps
             what autograd saved.
         """
-        recorder = Recorder(self._catalogue, self._witness, self._fqn, watch=verify)
+        recorder = Recorder(self._catalogue, self._witness, self._fqn, scope, watch=verify)
         record = Record(recorder)
         hooks: HookPair | None = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
 

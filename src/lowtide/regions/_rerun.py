@@ -17,7 +17,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lowtide.regions._catalogue import Kind
-from lowtide.regions._held import Form, Held, Passed, Slot, copy_of_storage, version_only
+from lowtide.regions._held import Held, Passed, Slot, copy_of_storage, look, version_only
 from lowtide.regions._record import Call, Generators, Recorder
 from lowtide.regions._schedule import Node, Run, Schedule
 from lowtide.regions._tape import generator_states, restore_generators
@@ -123,7 +123,7 @@ class Record:
             values[state] = None
         self._node = found
         if slot.form is not None:
-            value = _look(value, slot.form)
+            value = look(value, slot.form)
         if _graph_is_freed():
             # A function may read its saved tensors twice; the slot goes right after it has run.
             slot.value = value
@@ -207,7 +207,7 @@ class Record:
             value = values[state]
             if value is None:
                 value = self._fetch(state)
-            args[place] = value if form is None else _look(value, form)
+            args[place] = value if form is None else look(value, form)
         return args, kwargs
 
     def _arguments_anywhere(self, call: Call, sources: tuple[int, ...]) -> tuple[list[Any], Mapping[str, Any]]:
@@ -223,7 +223,7 @@ class Record:
             target: Any = kwargs if type(outer) is str else args
             if inner is not None:
                 target, outer = target[outer], inner
-            target[outer] = value if form is None else _look(value, form)
+            target[outer] = value if form is None else look(value, form)
         return args, kwargs
 
     # -- verification ------------------------------------------------------------------------------------------
@@ -287,15 +287,6 @@ def _find(schedules: list[Schedule], recorder: Recorder, states: tuple[int, ...]
 
 def _passed(held: Held | Passed, hooks: HookPair) -> Passed:
     return Passed(held.get(), hooks)
-
-
-def _look(base: torch.Tensor, form: Form) -> torch.Tensor:
-    """Look at the storage of ``base`` as the record says."""
-    size, stride, offset, dtype = form
-    if base.dtype is not dtype:
-        empty = torch.empty(0, dtype=dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), offset, size, stride)
-    return base.as_strided(size, stride, offset)
 
 
 def _call_random(kind: Kind, args: list[Any], kwargs: Mapping[str, Any], generators: Generators) -> Any:

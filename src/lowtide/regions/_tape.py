@@ -1,12 +1,12 @@
 """What a region ran in forward, as values, and what of a call is noted so that two runs can be compared.
 
-``_modes`` writes tapes in forward and follows them in recompute; executor replay shares the plan, the witness and the
+``_modes`` writes tapes in forward and follows them in recompute; executor replay shares the witness and the
 generators' states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,24 +17,14 @@ from lowtide.errors import RefusedError
 from lowtide.regions._operators import Trait
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How calls are carried out; one for all regions of an ``apply``, so that compiled blocks share their code."""
-
-    table: Mapping[Any, int]
-    """Overload -> index of the rule that saves it."""
-    keeps: Sequence[Callable[[int], bool]]
-    """For each rule: whether its call number i, counted from 0 in each call of the region, is kept."""
-    preserve_rng: bool
-    strict: bool
-    allow_inexact: bool
-
-
 class Witness(Protocol):
     """Learns which rules matched and which operators ran, for the error about rules that matched nothing."""
 
-    def matched(self, rule: int) -> None:
-        """A rule matched a call."""
+    def matched(self, number: int) -> None:
+        """A rule, by its place in the policy, matched a call."""
+
+    def named(self, name: str) -> None:
+        """A value was given a name."""
 
     def ran(self, func: Any) -> None:
         """An operator ran in a thorough pass."""
@@ -63,14 +53,14 @@ class Tape:
     wrote_outside: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
     """Operators of a thorough pass that wrote to storages made outside the region."""
     saw_routing: bool = False
-    unneeded: frozenset[tuple[int, int]] = frozenset()
+    unneeded: frozenset[tuple[int | None, int]] = frozenset()
     """(rule, call) of outputs that an earlier recompute of this form never came to: they are not kept."""
-    kept_calls: dict[int, tuple[int, int]] = field(default_factory=dict)
+    kept_calls: dict[int, tuple[int | None, int]] = field(default_factory=dict)
     """Position -> (rule, call) of what was kept in forward."""
     used: set[int] = field(default_factory=set)
     """Positions of kept outputs that recompute took."""
 
-    def unused(self) -> frozenset[tuple[int, int]]:
+    def unused(self) -> frozenset[tuple[int | None, int]]:
         """Return (rule, call) of what was kept and not taken by a whole recompute."""
         return frozenset(call for position, call in self.kept_calls.items() if position not in self.used)
 

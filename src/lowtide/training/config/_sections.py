@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from lowtide.policy import EveryNthLayer, Full, NoPolicy, SelectiveOp, SomeLayers
+from lowtide.policy import EveryNthLayer, Full, NoPolicy, Rules, SelectiveOp, SomeLayers, named_policy
 from lowtide.training.optim_kinds import ScheduleConfig
 from lowtide.training.parallelize_kinds import (
     DdpConfig,
@@ -108,6 +108,9 @@ def _mapping(kind: str) -> Any:
     return {"kind": kind}
 
 
+_BY_NAME = BeforeValidator(lambda value: named_policy(value) if isinstance(value, str) else value)
+
+
 class TrainConfig(Section):
     """Everything that a training run is made of."""
 
@@ -123,8 +126,11 @@ class TrainConfig(Section):
     data: Annotated[Component, Family("data")]
     """Where batches come from. Batch sizes are per process."""
 
-    policy: Annotated[NoPolicy | Full | EveryNthLayer | SomeLayers | SelectiveOp, ByKind()] = NoPolicy()
-    """Which activations are kept and which are recomputed in backward. Gradients stay the same, bit by bit."""
+    policy: Annotated[NoPolicy | Full | EveryNthLayer | SomeLayers | SelectiveOp | Rules, ByKind(), _BY_NAME] = (
+        NoPolicy()
+    )
+    """Which activations are kept and which are recomputed in backward. Gradients stay the same, bit by bit. The name
+    of a preset (`torchtitan`, `megatron_selective`, `save_attention`, `pointwise_only`) stands for its policy."""
 
     sharding: Annotated[Fsdp2Config | Fsdp1Config | DdpConfig | NoShardingConfig, ByKind()] = Fsdp2Config()
     """How parameters, gradients and optimizer state are spread over processes."""
