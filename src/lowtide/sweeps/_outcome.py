@@ -24,6 +24,8 @@ from lowtide.system.run_state import RunState, read_run
 __all__ = ["Ended", "Outcome", "judge_child"]
 
 _NO_LONGER = 2000
+_NO_END = ("running", "lost")
+"""What run.json says, or reads as, where nobody wrote how the run ended."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def _of_success(state: RunState | None, folder: Path, facts: dict[str, Any]) -> 
         reason = f"it ended with exit code 0 and left no result: there is no readable {folder.name}/run.json"
         return Outcome("error", reason, "NoResult", facts=facts)
     status, reason, result = outcome_of(state)
+    if state.status in _NO_END:
+        reason = "run.json says that it still runs"
     if status == "ok" and result is not None:
         wanted = _wanted_steps(facts.get("config"))
         if wanted is None or result.steps == wanted:
@@ -89,8 +93,7 @@ def _of_success(state: RunState | None, folder: Path, facts: dict[str, Any]) -> 
 
 def _killed(ended: Ended, state: RunState | None) -> bool:
     """Whether SIGKILL is all that is known of the end."""
-    kind = None if state is None else state.error_type
-    if kind == "RankKilled" and state is not None:
+    if state is not None and state.error_type == "RankKilled":
         return "(SIGKILL)" in (state.error_message or "")
     document = _document(ended.stdout)
     error = document.get("error")
@@ -132,7 +135,7 @@ def _failure(status: RunStatus, reason: str, state: RunState, facts: dict[str, A
 
 def _error(ended: Ended, state: RunState | None) -> Mapping[str, Any]:
     """Return type, message and rank of the error, from run.json or else from the document on stdout."""
-    if state is not None and state.status not in ("done", "running"):
+    if state is not None and state.status not in ("done", *_NO_END):
         told = state.record.get("error") or {}
         return {"type": state.error_type, "message": state.error_message, "rank": told.get("rank")}
     error = _document(ended.stdout).get("error")
