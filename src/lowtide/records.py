@@ -123,6 +123,13 @@ class StorageRecord(Value):
     backward: bool = False
     """Whether it was made in backward."""
 
+    freed: int | None = None
+    """How many operators had run when it died in this trace; None where it outlived the trace."""
+
+    released: int | None = None
+    """How many operators of forward had run when Python let go of it, what autograd keeps aside; None where it outlived
+    forward, or where that was not found out."""
+
 
 class TensorRecord(Value):
     """A tensor as an operator saw it."""
@@ -208,6 +215,12 @@ class OpTrace(Record):
 
     saved_at: tuple[int, ...] = ()
     """For each of them, how many operators had run when it was packed; empty where that was not noted."""
+
+    saved_in: tuple[str, ...] = ()
+    """For each of them, the module that ran, as in ``OpRecord.module``."""
+
+    asked_at: tuple[int | None, ...] = ()
+    """For each of them, how many operators had run when backward first asked for it; None where it never did."""
 
     assumptions: tuple[str, ...] = ()
     """What was taken for granted, each in a sentence."""

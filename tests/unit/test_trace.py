@@ -247,3 +247,35 @@ def test_dropout_on_a_gpu_keeps_bools():
     assert (cpu.saved_bytes, gpu.saved_bytes) == (2 * 2048, 2048)
     assert ops(gpu, "native_dropout.default")[0].instead_of == "aten.bernoulli_.float"
     assert ops(gpu, "native_dropout.default")[0].random
+
+
+def test_storages_die_where_autograd_and_python_let_go_of_them():
+    class Squares(nn.Module):
+        def forward(self, x):
+            once = x * x
+            twice = once * once
+            return twice.sum(-1)
+
+    trace = lowtide.trace(Squares(), (torch.zeros(2, 4, requires_grad=True),), device="cpu")
+    once, twice = (s for s in trace.storages if s.role == "made" and not s.backward and not s.returned)
+    # sum needs no content, so the second product goes when forward's frame ends; the first one backward needs.
+    assert [op.op for op in trace.forward] == ["aten.mul.Tensor", "aten.mul.Tensor", "aten.sum.dim_IntList"]
+    assert (twice.freed, twice.released) == (3, 3)
+    assert once.released == 3
+    assert once.freed is not None
+    assert once.freed > 3
+    incoming = next(s for s in trace.storages if (s.name or "").startswith("gradient of result"))
+    assert incoming.freed is not None
+
+
+def test_what_is_packed_says_where_and_when_it_is_asked_for():
+    block = small()
+    trace = lowtide.trace(block, (hidden(),), device="cpu")
+    assert len(trace.saved) == len(trace.saved_at) == len(trace.saved_in) == len(trace.asked_at)
+    assert {"attention", "feed", "attention.q"} <= set(trace.saved_in)
+    first_backward = trace.backward[0].index
+    asked = [at for at in trace.asked_at if at is not None]
+    assert min(asked) >= first_backward
+    # Backward goes from the end to the start.
+    assert trace.asked_at[0] is not None
+    assert trace.asked_at[0] > min(asked)

@@ -6,6 +6,7 @@ _modules      which module an operator belongs to
 _flops        operations and bytes of an operator
 _workspace    what kernels allocate inside
 _libraries    libraries that would go another way under fake tensors
+_storages     storages of one block: made, freed, let go of
 _block        one block's operators                              ──► OpTrace
 _world        a process group of any size in one process
 _ledger       storages from making to death

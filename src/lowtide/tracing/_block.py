@@ -14,9 +14,7 @@ from __future__ import annotations
 import gc
 import platform
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,12 +34,11 @@ from lowtide.records import Environment, OpRecord, OpTrace, StorageRecord, Tenso
 from lowtide.tracing._flops import bytes_moved, flops_of, tensors
 from lowtide.tracing._libraries import as_with_real_tensors
 from lowtide.tracing._modules import Modules, in_backward, running_node, sequence_number
+from lowtide.tracing._storages import Releases, Storage, Storages, is_nothing
 from lowtide.tracing._translate import AsOnTarget
 from lowtide.tracing._workspace import workspace_bytes
 
 aten = torch.ops.aten
-# Autograd detaches what it packs and what it collects: no work, no memory.
-_NOTHING = (aten.detach.default,)
 _LIFTS = (aten.lift_fresh.default, aten.lift.default)
 
 
@@ -70,6 +67,7 @@ def trace_block(
         session.place(state, fake_args, fake_kwargs)
         try:
             session.run(state, fake_args, fake_kwargs)
+            session.find_releases(state, fake_args, fake_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(
                 f"{type(block).__name__} cannot be traced: its forward depends on the values of tensors "
@@ -120,61 +118,6 @@ def _fake_state(block: nn.Module, mode: FakeTensorMode) -> dict[str, Tensor]:
     return state
 
 
-@dataclass
-class _Storage:
-    """What is learned of a storage while the trace runs."""
-
-    ref: weakref.ref[torch.UntypedStorage]
-    id: int
-    nbytes: int
-    role: str
-    name: str | None = None
-    made_by: int | None = None
-    last_use: int | None = None
-    saved: bool = False
-    returned: bool = False
-    backward: bool = False
-
-
-@dataclass
-class _Storages:
-    """Numbers storages in the order in which they appear."""
-
-    found: list[_Storage] = field(default_factory=list["_Storage"])
-    _by_key: dict[int, _Storage] = field(default_factory=dict[int, "_Storage"])
-
-    def of(self, tensor: Tensor) -> _Storage | None:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return None
-        known = self._by_key.get(id(storage))
-        return known if known is not None and known.ref() is storage else None
-
-    def add(self, tensor: Tensor, role: str, name: str | None = None) -> _Storage | None:
-        known = self.of(tensor)
-        if known is not None:
-            return known
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return None
-        made = _Storage(weakref.ref(storage), len(self.found), storage.nbytes(), role, name)
-        self.found.append(made)
-        self._by_key[id(storage)] = made
-        return made
-
-    def record(self, tensor: Tensor) -> TensorRecord:
-        known = self.of(tensor)
-        return TensorRecord(
-            storage=None if known is None else known.id,
-            shape=tuple(tensor.shape),
-            stride=tuple(tensor.stride()),
-            offset=int(tensor.storage_offset()),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-        )
-
-
 class _Session:
     """One trace while it is made."""
 
@@ -184,10 +127,13 @@ class _Session:
         self.threads = threads
         self.target = AsOnTarget(device)
         self.modules = Modules({module: name for name, module in block.named_modules()})
-        self.storages = _Storages()
         self.ops: list[OpRecord] = []
+        self.storages = Storages(lambda: None if self.ended else len(self.ops))
+        self.ended = False
         self.saved: list[TensorRecord] = []
         self.saved_at: list[int] = []
+        self.saved_in: list[str] = []
+        self.asked_at: list[int | None] = []
         self.unknown_flops: dict[str, None] = {}
         self.by_node: dict[int, int] = {}
         self.assumptions: list[str] = []
@@ -218,7 +164,7 @@ class _Session:
         """Run forward and backward under the recorder."""
         libraries = as_with_real_tensors(self.target.assumptions)
         with libraries, self.modules.following(), self.target.translating(), _Recorder(self), torch.enable_grad():
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 out = torch.func.functional_call(self.block, dict(state), args, kwargs)
             results = tensors(out)
             for tensor in results:
@@ -228,15 +174,47 @@ class _Session:
             out = None
             self._find_held()
             self._backward([t for t in results if t.requires_grad])
+            self.ended = True
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> tuple[int, Tensor]:
+        number = -1
         if not in_backward():
+            number = len(self.saved)
             known = self.storages.add(tensor, "constant")
             if known is not None:
                 known.saved = True
             self.saved.append(self.storages.record(tensor))
             self.saved_at.append(len(self.ops))
+            self.saved_in.append(self.modules.current or "")
+            self.asked_at.append(None)
+        return number, tensor
+
+    def _unpack(self, packed: tuple[int, Tensor]) -> Tensor:
+        number, tensor = packed
+        if number >= 0 and self.asked_at[number] is None:
+            self.asked_at[number] = len(self.ops)
         return tensor
+
+    def find_releases(self, state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run forward once more, and see what lives how long when autograd keeps nothing."""
+        watch = Releases()
+        forward = [op.op for op in self.ops if op.phase == "forward"]
+        libraries = as_with_real_tensors(self.target.assumptions)
+        with libraries, self.target.translating(), torch.enable_grad(), watch:
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):  # pyright: ignore[reportArgumentType]
+                out = torch.func.functional_call(self.block, dict(state), args, kwargs)
+            if watch.ops != forward:
+                # A table that is built once, say: what was traced is not what runs now.
+                return
+            found = dict(watch.released)
+            del out
+        made: dict[int, list[Storage]] = {}
+        for storage in self.storages.found:
+            if storage.made_by is not None and not storage.backward:
+                made.setdefault(storage.made_by, []).append(storage)
+        for (place, number), when in found.items():
+            if number < len(made.get(place, ())):
+                made[place][number].released = when
 
     def _find_held(self) -> None:
         gc.collect()
@@ -253,13 +231,20 @@ class _Session:
         if not results:
             self.assumptions.append("no result needs gradients, so there is no backward")
             return
-        gradients: list[Tensor] = []
-        for i, result in enumerate(results):
+        with torch.utils._python_dispatch._disable_current_modes(), results[0].fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
+            root: Tensor = _Incoming.apply(self, *results)  # pyright: ignore[reportAssignmentType]
+            given = torch.empty(())
+        torch.autograd.backward([root], [given])
+
+    def incoming(self, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Make the gradients of the results, which only autograd holds, as in a longer model."""
+        made: list[Tensor] = []
+        for i, result in enumerate(like):
             # Under the recorder this would be an operator of the block.
             with torch.utils._python_dispatch._disable_current_modes(), result.fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
-                gradients.append(torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cpu"))
-            self.storages.add(gradients[-1], "argument", f"gradient of result {i}")
-        torch.autograd.backward(results, gradients)
+                made.append(torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cpu"))
+            self.storages.add(made[-1], "argument", f"gradient of result {i}")
+        return tuple(made)
 
     def record(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, read: list[TensorRecord]
@@ -333,14 +318,31 @@ class _Session:
                     saved=s.saved,
                     returned=s.returned,
                     backward=s.backward,
+                    freed=s.freed,
+                    released=s.released,
                 )
                 for s in self.storages.found
             ),
             saved=tuple(self.saved),
             saved_at=tuple(self.saved_at),
+            saved_in=tuple(self.saved_in),
+            asked_at=tuple(self.asked_at),
             assumptions=(*self.assumptions, *self.target.assumptions, *unknown),
             environment=environment(),
         )
+
+
+class _Incoming(torch.autograd.Function):
+    """Stands for what comes after the block."""
+
+    @staticmethod
+    def forward(ctx: Any, session: _Session, *results: Tensor) -> Tensor:
+        ctx.session, ctx.like = session, results
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *ctx.session.incoming(ctx.like)
 
 
 class _Recorder(TorchDispatchMode):
@@ -354,7 +356,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in ("prim", "profiler") or func in _NOTHING:
+        if func.namespace in ("prim", "profiler") or is_nothing(func):
             return func(*args, **kwargs)
         session = self._session
         given = tensors((args, kwargs))
