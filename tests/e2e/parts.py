@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from pydantic import BaseModel
 from torch import Tensor
 
@@ -70,3 +73,45 @@ class Hungry(_Troubled):
         room = pages * os.sysconf("SC_PAGE_SIZE") + 64 * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (room, hard))
         return batch
+
+
+class CudaHungry(_Troubled):
+    """Fails as CUDA's allocator does, wrapped by a library."""
+
+    def trouble(self) -> tuple[Tensor, Tensor]:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("the pipeline's stage failed") from error
+
+
+class Hanging(_Troubled):
+    """Waits for ever, and hears no signal."""
+
+    def trouble(self) -> tuple[Tensor, Tensor]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(60)
+
+
+class Killed(_Troubled):
+    """Dies of SIGKILL."""
+
+    def trouble(self) -> tuple[Tensor, Tensor]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+class Leaving(_Troubled):
+    """Ends with exit code 0 in the middle of the run."""
+
+    def trouble(self) -> tuple[Tensor, Tensor]:
+        os._exit(0)
+
+
+class CannotWrite(_Troubled):
+    """May write no file of more than 4 KiB from then on."""
+
+    def trouble(self) -> tuple[Tensor, Tensor]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        return next(self._data.batches())

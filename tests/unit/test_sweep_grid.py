@@ -10,6 +10,7 @@ from lowtide.errors import ConfigError, InputError, NothingMatchedError
 from lowtide.sweeps import SweepConfig
 from lowtide.sweeps._grid import canonical, expand, flatten, label_of
 from lowtide.sweeps._plan import larger_than
+from tests.e2e.command import EXAMPLES
 from tests.helpers.configs import write
 
 BASE = """\
@@ -171,3 +172,12 @@ def test_a_pruning_field_that_no_cell_has_is_an_error(tmp_path):
 
 def test_flatten_keeps_lists_and_empty_mappings_whole():
     assert flatten({"a": {"b": [1, {"c": 2}], "d": {}}, "e": None}) == {"a.b": [1, {"c": 2}], "a.d": {}, "e": None}
+
+
+def test_the_shipped_sweep_is_legal_and_tries_save_lists_alone_and_together():
+    settings, cells, _ = read_sweep(EXAMPLES / "sweep_ac.yaml")
+    assert settings.estimate
+    assert [c.config["data"]["batch_size"] for c in cells] == [4] * 7 + [16] * 7
+    kinds = [c.config["policy"]["kind"] for c in cells[:7]]
+    assert kinds == ["none", "full", "every_nth_layer", *["selective_op"] * 4]
+    assert {c.config["launch"]["nproc"] for c in cells} == {2}
