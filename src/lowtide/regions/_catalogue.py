@@ -38,7 +38,7 @@ class Kind:
         self.special = bool(self.draws or self.writes or self.refused)
         self.ruled = plan.concerns(func)
         self.routing = bool(trait & Trait.ROUTING)
-        self.decides = self.ruled or self.routing or plan.wide
+        self.decides = self.ruled or self.routing or plan.wide or bool(plan.by_name)
         """Whether something is to be decided of its output, or of what it reads."""
 
     def __repr__(self) -> str:

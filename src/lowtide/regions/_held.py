@@ -10,7 +10,7 @@ import torch
 from lowtide.errors import RecomputeError
 from lowtide.regions._tape import share
 
-__all__ = ["Form", "Held", "Passed", "Slot", "copy_of_storage", "look", "version_only", "without_cycle"]
+__all__ = ["Form", "Held", "HeldView", "Passed", "Slot", "copy_of_storage", "look", "version_only", "without_cycle"]
 
 Form = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 """Size, stride, offset in elements of ``dtype`` from the storage's start, dtype."""
@@ -36,6 +36,24 @@ class Held:
         if self.version >= 0 and tensor._version != self.version:
             raise changed(self.where, tensor, self.version)
         return tensor
+
+
+class HeldView(Held):
+    """A view that stays in the place of its whole: what is got is the whole, as it was made."""
+
+    __slots__ = ("form",)
+
+    def __init__(self, tensor: torch.Tensor, where: str, form: Form) -> None:
+        super().__init__(tensor, where)
+        self.form = form
+
+    def get(self) -> torch.Tensor:
+        """Return the whole.
+
+        Raises:
+            RecomputeError: it was written to.
+        """
+        return look(super().get(), self.form)
 
 
 class Passed:

@@ -68,17 +68,19 @@ def _below(module: nn.Module, slot: Slot, path: frozenset[int]) -> Iterator[Slot
 
 
 def compress_names(names: Sequence[str]) -> str:
-    """Write ``a.0, a.1, a.2, a.5`` as ``a.{0-2,5}``."""
-    groups: dict[str, list[int]] = {}
+    """Write ``a.0, a.1, a.2, a.5`` as ``a.{0-2,5}``, and ``a.0.mlp, a.1.mlp`` as ``a.{0-1}.mlp``."""
+    groups: dict[tuple[str, str], list[int]] = {}
     plain: list[str] = []
     for name in names:
-        head, _, last = name.rpartition(".")
-        if last.isdecimal():
-            groups.setdefault(head, []).append(int(last))
+        parts = name.split(".")
+        numeric = [i for i, part in enumerate(parts) if part.isdecimal()]
+        if numeric:
+            at = numeric[-1]
+            groups.setdefault((".".join(parts[:at]), ".".join(parts[at + 1 :])), []).append(int(parts[at]))
         else:
             plain.append(name)
-    parts = [f"{head}.{_ranges(sorted(ids))}".removeprefix(".") for head, ids in groups.items()]
-    return ", ".join([*parts, *plain])
+    found = [".".join(filter(None, (head, _ranges(sorted(ids)), tail))) for (head, tail), ids in groups.items()]
+    return ", ".join([*found, *plain])
 
 
 def _ranges(ids: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lowtide.errors import UserError
@@ -78,9 +78,14 @@ class Maker:
     tree: Any
     routes: bool
 
+    def holds(self, storage: int) -> bool:
+        """Whether an output of it still lives there."""
+        return any(o is not None and o[0].cdata == storage and not o[0].expired() for o in self.outputs)
+
     def output(self, tensor: torch.Tensor) -> Any:
         """Return the operator's whole output, of which ``tensor`` shows a part; None where some of it is gone."""
-        leaves = [None if o is None else _rebuilt(*o, tensor) for o in self.outputs]
+        with _disable_current_modes():
+            leaves = [None if o is None else _rebuilt(*o, tensor) for o in self.outputs]
         return None if any(leaf is None for leaf in leaves) else tree_unflatten(leaves, self.tree)
 
 
@@ -91,7 +96,7 @@ def _rebuilt(storage: StorageWeakRef, form: Form, tensor: torch.Tensor) -> torch
     if found is None:
         return None
     size, stride, offset, dtype = form
-    return torch.empty(0, dtype=dtype, device=tensor.device).set_(found, offset, size, stride)
+    return tensor.new_empty(0, dtype=dtype).set_(found, offset, size, stride)
 
 
 class Makers:
@@ -108,9 +113,15 @@ class Makers:
         maker = Maker(position, made, [_form(leaf) for leaf in leaves], tree, routes)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                self._makers[storage_of(leaf)] = maker
+                self._note(storage_of(leaf), maker)
         if len(leaves) > 1:
             self._latest = out
+
+    def _note(self, storage: int, maker: Maker) -> None:
+        """What returns the storage of another's output did not make it; an address may come again, though."""
+        known = self._makers.get(storage)
+        if known is None or not known.holds(storage):
+            self._makers[storage] = maker
 
     def forget(self, tensor: torch.Tensor) -> bool:
         """A storage was written to: what made its content is not one operator any more."""

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import LowtideError, RefusedError
 from lowtide.regions._catalogue import Catalogue, Kind
-from lowtide.regions._held import Form, Held, Slot, copy_of_storage, look, version_only, without_cycle
+from lowtide.regions._held import Form, Held, HeldView, Slot, copy_of_storage, version_only, without_cycle
 from lowtide.regions._operators import draws
 from lowtide.regions._plan import NOTHING, Decision, Scope
 from lowtide.regions._schedule import Step
@@ -86,6 +86,9 @@ class Recorder(TorchDispatchMode):
         """States to keep if backward needs them: autograd packs them, or an operator to run again reads them."""
         self._decided: dict[int, Decision] | None = {} if catalogue.plan.by_name else None
         """State -> what decided it, where a name may still decide otherwise."""
+        self._several: list[tuple[int, torch.Tensor]] = []
+        """States and values of the last operator with several outputs: who names one means all, as attention's
+        backward needs its output and its normaliser."""
         self._packed = 0
         """How many slots there were after the last operator."""
         self._doubtful: list[tuple[Slot, Held, int]] = []
@@ -105,6 +108,7 @@ class Recorder(TorchDispatchMode):
             torch.UntypedStorage._free_weak_ref(pin)
         for held in (self._pins, self._current, self._doubtful, self.steps, self.calls, self.forms):
             held.clear()
+        self._several.clear()
         for held in (self.externals, self.kept, self.copies, self.slots):
             held.clear()
 
@@ -325,6 +329,8 @@ class Recorder(TorchDispatchMode):
             self.witness.matched(plan.rules[decision.rule].number)
         if self._decided is not None:
             self._decided.update((state, decision) for _, state in (*makes, *writes))
+            if len(makes) > 1:
+                self._several = [(state, out[position]) for position, state in makes]
         softly = decision.keep and (decision.rule is None or decision.rule in plan.broad)
         if softly:
             self._soft.update(state for _, state in (*makes, *writes))
@@ -347,7 +353,9 @@ class Recorder(TorchDispatchMode):
 
     def _keep_softly(self, state: int, tensor: torch.Tensor) -> None:
         if state not in self.kept:
-            self.kept[state] = Held(look(share(tensor), self.forms[state]), self.where)
+            form = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+            made, value = self.forms[state], share(tensor)
+            self.kept[state] = Held(value, self.where) if form == made else HeldView(value, self.where, made)
 
     def take_name(self, tensor: torch.Tensor, name: str) -> None:
         """Decide a value anew, by its name."""
@@ -366,7 +374,9 @@ class Recorder(TorchDispatchMode):
         if state < 0 or state in self.externals:
             return
         if decision.keep:
-            self._keep_softly(state, tensor)
+            named = [(state, tensor)]
+            for one, value in self._several if any(one == state for one, _ in self._several) else named:
+                self._keep_softly(one, value)
         else:
             self._soft.discard(state)
             self.kept.pop(state, None)
@@ -385,10 +395,12 @@ class Recorder(TorchDispatchMode):
         return generator_states([*args, *kwargs.values()]), None if given is None else given.get_state()
 
     def slots_to_replay(self, *, direct: bool) -> list[Slot]:
-        """List the slots that autograd still holds; with ``direct``, without those whose own tensor is kept anyway."""
+        """List the slots that autograd still holds; with ``direct``, without those whose own tensor is held anyway."""
         self.settle()
         slots = [slot for ref in self.slots if (slot := ref()) is not None]
-        return [slot for slot in slots if slot.state not in self.kept] if direct and self.kept else slots
+        if not direct or not self.kept:
+            return slots
+        return [slot for slot in slots if slot.original is None or slot.state not in self.kept]
 
     # -- what autograd saves -----------------------------------------------------------------------------------
 
