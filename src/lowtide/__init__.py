@@ -13,6 +13,7 @@
     units         bytes as people write them
     system/       whole files, processes, the state of a run                                            no torch
     records       OpTrace, Estimate: frozen values, JSON in and out                                     no torch
+    run_record    RunRecord: what became of one run, or of one cell of a sweep                          no torch
     policy/       kinds (tagged union) · match (globs on FQNs) · resolve (policy + blocks -> recipes)   no torch
     prediction/   hardware (the table of devices) · profiles · time of operators and collectives         no torch
     ── torch starts here ──
@@ -22,6 +23,8 @@
     api/          the verbs, each joining the parts above
     training/     config registry mesh data model optim parallelize checkpoint events loop tracking entry launch
     ── torch ends ──
+    sweeps/       grid · child (lowtide train, in its own session) · outcome · store: one RunRecord per cell
+    reports/      tables · plots · page: what a folder of RunRecords says
     cli/          one thin file a verb
 
 Public names load on first use, so that ``import lowtide`` costs nothing that is not needed.
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from lowtide.api import Applied, SavedBytes, apply, checkpoint_name, saved_bytes, trace
     from lowtide.policy import EveryNthLayer, Full, NoPolicy, Rule, Rules, SelectiveOp, SomeLayers
     from lowtide.records import Estimate, OpTrace
+    from lowtide.reports import load_runs
+    from lowtide.run_record import RunRecord
 
 _HOMES = {
     "Applied": "lowtide.api",
@@ -55,6 +60,8 @@ _HOMES = {
     "SomeLayers": "lowtide.policy",
     "Estimate": "lowtide.records",
     "OpTrace": "lowtide.records",
+    "RunRecord": "lowtide.run_record",
+    "load_runs": "lowtide.reports",
 }
 
 __all__ = [
@@ -66,11 +73,13 @@ __all__ = [
     "OpTrace",
     "Rule",
     "Rules",
+    "RunRecord",
     "SavedBytes",
     "SelectiveOp",
     "SomeLayers",
     "apply",
     "checkpoint_name",
+    "load_runs",
     "saved_bytes",
     "trace",
 ]

@@ -19,6 +19,9 @@ PURE = [
     "lowtide.policy",
     "lowtide.prediction",
     "lowtide.records",
+    "lowtide.reports",
+    "lowtide.run_record",
+    "lowtide.sweeps",
     "lowtide.system.files",
     "lowtide.system.processes",
     "lowtide.system.run_state",
@@ -42,11 +45,13 @@ PUBLIC = [
     "OpTrace",
     "Rule",
     "Rules",
+    "RunRecord",
     "SavedBytes",
     "SelectiveOp",
     "SomeLayers",
     "apply",
     "checkpoint_name",
+    "load_runs",
     "saved_bytes",
     "trace",
 ]
@@ -95,7 +100,16 @@ PARTS = {
         "match_fqns", "named_policy", "parse_policy", "preset_names", "resolve",
     ],
     "lowtide.regions": [
-        "Applied", "Region", "Slot", "apply", "bare_fqn", "checkpoint_name", "compress_names", "find_blocks", "innermost", "slots",
+        "Applied", "Region", "Slot", "apply", "bare_fqn", "checkpoint_name", "compress_names", "find_blocks",
+        "innermost", "slots",
+    ],
+    "lowtide.reports": [
+        "Found", "find_records", "frontier_of", "load_runs", "plot_frontier", "plot_prediction", "plot_timeline",
+        "rows_of", "to_csv", "to_frame", "to_parquet", "to_png", "write_page",
+    ],
+    "lowtide.sweeps": [
+        "Cell", "Finished", "LiveProgress", "PlainProgress", "Resolved", "Store", "SweepConfig", "Tally", "Watcher",
+        "estimate_cells", "plan_cells", "run_sweep",
     ],
     "lowtide.training": ["LoadedConfig", "Summary", "TrainConfig", "load_config", "run"],
     "lowtide.training.config": [

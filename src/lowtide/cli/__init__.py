@@ -28,6 +28,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "estimate": ("lowtide.cli.estimate_cmd:estimate", "Say what a training step will need, before it runs."),
     "calibrate": ("lowtide.cli.calibrate_cmd:calibrate", "Measure how fast this machine's device is."),
     "sweep": ("lowtide.cli.sweep_cmd:sweep", "Run a grid of trainings; one that fails costs no other."),
+    "report": ("lowtide.cli.report_cmd:report", "Make one page of what runs and sweeps left behind."),
     "config": ("lowtide.cli.config_cmd:app", "Check or show a config, or print what one may hold."),
     "doctor": ("lowtide.cli.doctor_cmd:doctor", "Say what is here, what is missing, and whether training can run."),
 }
