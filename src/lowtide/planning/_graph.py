@@ -126,7 +126,6 @@ class _Builder:
         self.trace = trace
         self.nbytes: list[int] = []
         self.current: dict[int, int] = {}
-        self.made_by: list[int | None] = []
         self.overwritten: set[int] = set()
         packed = {t.storage for t in trace.saved}
         self.pinned = {s.id for s in trace.storages if s.saved and not s.backward and s.id not in packed}
@@ -139,7 +138,6 @@ class _Builder:
         record = self.trace.storages[storage]
         alive_anyway = record.returned or storage in self.pinned
         self.nbytes.append(0 if made_by is not None and alive_anyway else record.nbytes)
-        self.made_by.append(made_by)
         self.current[storage] = value
         return value
 
