@@ -225,7 +225,7 @@ class _Program:
         low, high, least, most = (
             _any(v) for v in (np.array(self.low), np.array(self.high), np.zeros(self.columns), upper)
         )
-        found = milp(
+        return milp(
             cost,
             integrality=integrality,
             bounds=Bounds(least, most),
