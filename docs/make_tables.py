@@ -22,6 +22,8 @@ SAVED_POLICIES = (
     "kind: selective_op\nsave: [sdpa]",
     "kind: selective_op\nsave: [sdpa, {op: matmul, keep: 1/2}]",
     "kind: selective_op\nsave: [sdpa, matmul]",
+    "kind: rules\ndefault: save\nrules: [{modules: mlp, action: recompute}]",
+    "kind: rules\ndefault: save\nrules: [{modules: mlp, op: aten.silu, action: recompute}]",
 )
 
 

@@ -19,11 +19,12 @@ RUN = {
     "ac_every_nth_layer": TINY,
     "ac_some_layers": TINY,
     "ac_selective_op": TINY,
+    "ac_rules": TINY,
     "ac_fsdp1": TINY,
     "huggingface_llama": ["data.sequence_length=32"],
     "compile": ["model.layers=2", "data.sequence_length=32"],
 }
-CHECKPOINTED = {"ac_every_nth_layer": 2, "ac_some_layers": 3, "huggingface_llama": 4, "compile": 2}
+CHECKPOINTED = {"ac_every_nth_layer": 2, "ac_rules": 2, "ac_some_layers": 3, "huggingface_llama": 4, "compile": 2}
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda path: path.stem)
