@@ -19,10 +19,12 @@ from lowtide.errors import InputError
 __all__ = [
     "CATEGORIES",
     "AliveRow",
+    "CallRecord",
     "Category",
     "CategoryBytes",
     "Environment",
     "Estimate",
+    "NameRecord",
     "OpRecord",
     "OpTrace",
     "Phase",
@@ -195,6 +197,35 @@ class OpRecord(Value):
     """What the traced device would have run here, where the target's kernel differs."""
 
 
+class CallRecord(Value):
+    """One call of a module in forward. Places are numbers of operators, or of packed tensors, that came before."""
+
+    module: str
+    """FQN, as in ``OpRecord.module``."""
+
+    ops: tuple[int, int]
+    """Where it begins and ends among the operators."""
+
+    saved: tuple[int, int]
+    """Where it begins and ends among the packed tensors."""
+
+    arguments: tuple[tuple[str, TensorRecord], ...] = ()
+    """Name or position, and tensor, of all that it was given; several of one name lie in one container."""
+
+    results: tuple[TensorRecord, ...] = ()
+
+
+class NameRecord(Value):
+    """A value that the model's code gave a name with ``lowtide.checkpoint_name``."""
+
+    name: str
+    storage: int
+    at: int
+    """How many operators had run."""
+    module: str = ""
+    """FQN of the module that ran."""
+
+
 class OpTrace(Record):
     """Every operator of one block for one form of inputs, as the target device would run it."""
 
@@ -222,6 +253,11 @@ class OpTrace(Record):
     asked_at: tuple[int | None, ...] = ()
     """For each of them, how many operators had run when backward first asked for it; None where it never did."""
 
+    calls: tuple[CallRecord, ...] = ()
+    """Calls of modules in forward, in the order in which they began; empty where they were not noted."""
+
+    names: tuple[NameRecord, ...] = ()
+
     assumptions: tuple[str, ...] = ()
     """What was taken for granted, each in a sentence."""
 
@@ -244,6 +280,9 @@ class OpTrace(Record):
         for op in self.ops:
             yield from op.inputs
             yield from op.outputs
+        for call in self.calls:
+            yield from (tensor for _, tensor in call.arguments)
+            yield from call.results
 
     @property
     def forward(self) -> tuple[OpRecord, ...]:

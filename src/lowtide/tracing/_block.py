@@ -5,16 +5,10 @@
 Parameters, buffers and arguments are replaced by fake CPU tensors of the same form, so that a block on the meta
 device, on a GPU or made under fake tensors is traced alike; the module itself is not touched. What backward needs is
 what autograd packs (``saved_tensors_hooks``); a storage that is still alive after forward, without being packed,
-returned or given, is held by Python (a context of a custom function, a cache on the module), counts as saved
-too and is named as an assumption.
-"""
 
 from __future__ import annotations
 
-import gc
-import platform
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,28 +19,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lowtide.errors import UserError
 from lowtide.prediction import Device, find_device
-from lowtide.records import Environment, OpRecord, OpTrace, StorageRecord, TensorRecord
-from lowtide.tracing._flops import bytes_moved, flops_of, tensors
-from lowtide.tracing._libraries import as_with_real_tensors
-from lowtide.tracing._modules import Modules, in_backward, running_node, sequence_number
-from lowtide.tracing._storages import Releases, Storage, Storages, is_nothing
-from lowtide.tracing._translate import AsOnTarget
-from lowtide.tracing._workspace import workspace_bytes
+from lowtide.records import OpTrace
+from lowtide.tracing._flops import tensors
+from lowtide.tracing._session import BlockSession, environment
 
-aten = torch.ops.aten
-_LIFTS = (aten.lift_fresh.default, aten.lift.default)
-
-
-def environment() -> Environment:
-    """Say which versions made a record."""
-    return Environment(
-        torch=torch.__version__, python=platform.python_version(), lowtide=sys.modules["lowtide"].__version__
-    )
+__all__ = ["environment", "trace_block", "trace_forward"]
 
 
 def trace_block(
@@ -63,18 +44,59 @@ def trace_block(
     with torch.random.fork_rng(devices=[]), mode:
         state = _fake_state(block, mode)
         fake_args, fake_kwargs = tree_map_only(Tensor, _Copies(mode), (tuple(args), dict(kwargs or {})))
-        session = _Session(block, target, threads)
+        session = BlockSession(block, target, threads)
         session.place(state, fake_args, fake_kwargs)
         try:
             session.run(state, fake_args, fake_kwargs)
             session.find_releases(state, fake_args, fake_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise UserError(
-                f"{type(block).__name__} cannot be traced: its forward depends on the values of tensors "
-                f"({error}), and a trace has only shapes. Trace the parts around that operator, or replace a "
-                "router by one of fixed capacity"
-            ) from error
+            raise _depends_on_values(block, error) from error
     return session.finish()
+
+
+def trace_forward(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: str | Device = "cpu",
+    threads: int = 1,
+    tensors_in: Callable[[Any], Iterable[Tensor]] = tensors,
+) -> OpTrace:
+    """Trace the forward of a whole model; no argument is taken to need gradients that does not.
+
+    ``freed`` is None for storages that outlive the graph: results, and what the model's Python keeps.
+
+    Args:
+        model: any module, without sharding.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        device: what it would run on.
+        threads: CPU threads.
+        tensors_in: finds the tensors in what the model returns.
+
+    Raises:
+        UserError: a forward that depends on the values of tensors, or tensors that cannot be traced.
+    """
+    mode = _mode_of(model, args, kwargs)
+    with torch.random.fork_rng(devices=[]), mode:
+        state = _fake_state(model, mode)
+        fake_args, fake_kwargs = tree_map_only(Tensor, _Copies(mode), (tuple(args), dict(kwargs or {})))
+        session = BlockSession(model, find_device(device), threads)
+        session.place(state, fake_args, fake_kwargs, mid_model=False)
+        try:
+            session.run_forward(state, fake_args, fake_kwargs, tensors_in)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise _depends_on_values(model, error) from error
+    return session.finish()
+
+
+def _depends_on_values(block: nn.Module, error: Exception) -> UserError:
+    return UserError(
+        f"{type(block).__name__} cannot be traced: its forward depends on the values of tensors "
+        f"({error}), and a trace has only shapes. Trace the parts around that operator, or replace a "
+        "router by one of fixed capacity"
+    )
 
 
 def _mode_of(block: nn.Module, args: Any, kwargs: Any) -> FakeTensorMode:
@@ -116,275 +138,3 @@ def _fake_state(block: nn.Module, mode: FakeTensorMode) -> dict[str, Tensor]:
     for name, buffer in block.named_buffers(remove_duplicate=False):
         state[name] = copies(buffer)
     return state
-
-
-class _Session:
-    """One trace while it is made."""
-
-    def __init__(self, block: nn.Module, device: Device, threads: int) -> None:
-        self.block = block
-        self.device = device
-        self.threads = threads
-        self.target = AsOnTarget(device)
-        self.modules = Modules({module: name for name, module in block.named_modules()})
-        self.ops: list[OpRecord] = []
-        self.storages = Storages(lambda: None if self.ended else len(self.ops))
-        self.ended = False
-        self.saved: list[TensorRecord] = []
-        self.saved_at: list[int] = []
-        self.saved_in: list[str] = []
-        self.asked_at: list[int | None] = []
-        self.unknown_flops: dict[str, None] = {}
-        self.by_node: dict[int, int] = {}
-        self.assumptions: list[str] = []
-
-    def place(self, state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Number what is there before the block runs."""
-        parameters = {name for name, _ in self.block.named_parameters(remove_duplicate=False)}
-        for name, tensor in state.items():
-            self.storages.add(tensor, "parameter" if name in parameters else "buffer", name)
-        given = [(str(i), value) for i, value in enumerate(args)] + list(kwargs.items())
-        for name, value in given:
-            for tensor in tensors(value):
-                self.storages.add(tensor, "argument", name)
-        self._let_gradients_in(args, kwargs)
-
-    def _let_gradients_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = tensors((args, kwargs))
-        if any(t.requires_grad for t in inputs):
-            return
-        first = next((t for t in inputs if t.is_floating_point()), None)
-        if first is not None:
-            first.requires_grad_()
-            self.assumptions.append(
-                "no argument asked for gradients, so the first floating-point one was taken to, as in mid-model"
-            )
-
-    def run(self, state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run forward and backward under the recorder."""
-        libraries = as_with_real_tensors(self.target.assumptions)
-        with libraries, self.modules.following(), self.target.translating(), _Recorder(self), torch.enable_grad():
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                out = torch.func.functional_call(self.block, dict(state), args, kwargs)
-            results = tensors(out)
-            for tensor in results:
-                known = self.storages.of(tensor)
-                if known is not None:
-                    known.returned = True
-            out = None
-            self._find_held()
-            self._backward([t for t in results if t.requires_grad])
-            self.ended = True
-
-    def _pack(self, tensor: Tensor) -> tuple[int, Tensor]:
-        number = -1
-        if not in_backward():
-            number = len(self.saved)
-            known = self.storages.add(tensor, "constant")
-            if known is not None:
-                known.saved = True
-            self.saved.append(self.storages.record(tensor))
-            self.saved_at.append(len(self.ops))
-            self.saved_in.append(self.modules.current or "")
-            self.asked_at.append(None)
-        return number, tensor
-
-    def _unpack(self, packed: tuple[int, Tensor]) -> Tensor:
-        number, tensor = packed
-        if number >= 0 and self.asked_at[number] is None:
-            self.asked_at[number] = len(self.ops)
-        return tensor
-
-    def find_releases(self, state: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run forward once more, and see what lives how long when autograd keeps nothing."""
-        watch = Releases()
-        forward = [op.op for op in self.ops if op.phase == "forward"]
-        libraries = as_with_real_tensors(self.target.assumptions)
-        with libraries, self.target.translating(), torch.enable_grad(), watch:
-            with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):  # pyright: ignore[reportArgumentType]
-                out = torch.func.functional_call(self.block, dict(state), args, kwargs)
-            if watch.ops != forward:
-                # A table that is built once, say: what was traced is not what runs now.
-                return
-            found = dict(watch.released)
-            del out
-        made: dict[int, list[Storage]] = {}
-        for storage in self.storages.found:
-            if storage.made_by is not None and not storage.backward:
-                made.setdefault(storage.made_by, []).append(storage)
-        for (place, number), when in found.items():
-            if number < len(made.get(place, ())):
-                made[place][number].released = when
-
-    def _find_held(self) -> None:
-        gc.collect()
-        held = [s for s in self.storages.found if s.role == "made" and not s.saved and not s.returned and s.ref()]
-        for storage in held:
-            storage.saved = True
-            made_by = "" if storage.made_by is None else f" made by {self.ops[storage.made_by].op}"
-            self.assumptions.append(
-                f"{storage.nbytes} bytes{made_by} stay alive after forward without being packed by autograd (a context "
-                "of a custom function, or a cache on the module): they count as saved"
-            )
-
-    def _backward(self, results: list[Tensor]) -> None:
-        if not results:
-            self.assumptions.append("no result needs gradients, so there is no backward")
-            return
-        with torch.utils._python_dispatch._disable_current_modes(), results[0].fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
-            root: Tensor = _Incoming.apply(self, *results)  # pyright: ignore[reportAssignmentType]
-            given = torch.empty(())
-        torch.autograd.backward([root], [given])
-
-    def incoming(self, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Make the gradients of the results, which only autograd holds, as in a longer model."""
-        made: list[Tensor] = []
-        for i, result in enumerate(like):
-            # Under the recorder this would be an operator of the block.
-            with torch.utils._python_dispatch._disable_current_modes(), result.fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
-                made.append(torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="cpu"))
-            self.storages.add(made[-1], "argument", f"gradient of result {i}")
-        return tuple(made)
-
-    def record(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, read: list[TensorRecord]
-    ) -> None:
-        """Write one operator down; ``read`` are its inputs as they were before."""
-        index, backward = len(self.ops), in_backward()
-        made, given = tensors(result), tensors((args, kwargs))
-        inputs = {known.id for t in given if (known := self.storages.of(t)) is not None}
-        written = _written(func, args, kwargs)
-        fresh = [t for t in made if self.storages.of(t) is None]
-        for tensor in fresh:
-            known = self.storages.add(tensor, "made")
-            if known is not None:
-                known.made_by, known.backward = index, backward
-        outputs = [known.id for t in made if (known := self.storages.of(t)) is not None]
-        view = bool(outputs) and not written and func not in _LIFTS and all(i in inputs for i in outputs)
-        for tensor in (*given, *made):
-            known = self.storages.of(tensor)
-            if known is not None:
-                known.last_use = index
-        node = running_node() if backward else None
-        flops = flops_of(func, args, kwargs, result, view=view)
-        if flops is None:
-            self.unknown_flops[str(func)] = None
-        self.ops.append(
-            OpRecord(
-                index=index,
-                op=str(func),
-                phase="backward" if backward else "forward",
-                module=self._module(node),
-                forward_op=None if node is None else self.by_node.get(node),
-                inputs=tuple(read),
-                outputs=tuple(self.storages.record(t) for t in made),
-                literals=_literals(func, args, kwargs),
-                view=view,
-                writes=tuple(sorted({k.id for t in written if (k := self.storages.of(t)) is not None})),
-                random=torch.Tag.nondeterministic_seeded in func.tags,
-                flops=flops,
-                bytes_moved=bytes_moved(func, args, kwargs, result, view=view),
-                workspace_bytes=workspace_bytes(func, args, self.device, threads=self.threads),
-                instead_of=self.target.instead_of or None,
-            )
-        )
-        if not backward:
-            self.by_node[sequence_number()] = index
-
-    def _module(self, node: int | None) -> str:
-        if self.modules.current is not None:
-            return self.modules.current
-        forward_op = None if node is None else self.by_node.get(node)
-        return "" if forward_op is None else self.ops[forward_op].module
-
-    def finish(self) -> OpTrace:
-        """Make the record."""
-        unknown = [
-            f"{op} has no FLOP formula: its work is unknown, not zero, and is left out of sums"
-            for op in self.unknown_flops
-        ]
-        return OpTrace(
-            block=type(self.block).__name__,
-            device=self.device.name,
-            ops=tuple(self.ops),
-            storages=tuple(
-                StorageRecord(
-                    id=s.id,
-                    nbytes=s.nbytes,
-                    role=s.role,  # pyright: ignore[reportArgumentType]
-                    name=s.name,
-                    made_by=s.made_by,
-                    last_use=s.last_use,
-                    saved=s.saved,
-                    returned=s.returned,
-                    backward=s.backward,
-                    freed=s.freed,
-                    released=s.released,
-                )
-                for s in self.storages.found
-            ),
-            saved=tuple(self.saved),
-            saved_at=tuple(self.saved_at),
-            saved_in=tuple(self.saved_in),
-            asked_at=tuple(self.asked_at),
-            assumptions=(*self.assumptions, *self.target.assumptions, *unknown),
-            environment=environment(),
-        )
-
-
-class _Incoming(torch.autograd.Function):
-    """Stands for what comes after the block."""
-
-    @staticmethod
-    def forward(ctx: Any, session: _Session, *results: Tensor) -> Tensor:
-        ctx.session, ctx.like = session, results
-        return torch.empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *ctx.session.incoming(ctx.like)
-
-
-class _Recorder(TorchDispatchMode):
-    """Sees every operator below autograd and hands it to the session."""
-
-    def __init__(self, session: _Session) -> None:
-        super().__init__()
-        self._session = session
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace in ("prim", "profiler") or is_nothing(func):
-            return func(*args, **kwargs)
-        session = self._session
-        given = tensors((args, kwargs))
-        for tensor in given:
-            # What nobody named before: a constant that the block's Python holds.
-            session.storages.add(tensor, "constant")
-        read = [session.storages.record(t) for t in given]
-        result = session.target.result_of(func, func(*args, **kwargs))
-        if tensors(result) or given:
-            session.record(func, args, kwargs, result, read)
-        return result
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that the schema says are written."""
-    found: list[Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += tensors(value)
-    return found
-
-
-def _literals(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    names = [argument.name for argument in func._schema.arguments]
-    given = [*zip(names, args, strict=False), *kwargs.items()]
-    return ", ".join(f"{name}={_plain(value)}" for name, value in given if not tensors(value) and value is not None)
-
-
-def _plain(value: Any) -> str:
-    return str(list(value)) if isinstance(value, torch.Size | tuple) else str(value)
