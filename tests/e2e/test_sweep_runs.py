@@ -101,7 +101,7 @@ EVERYTHING = "\n".join(
     [
         "name: faults",
         "base: base.yaml",
-        "timeout_s: 40",
+        "timeout_s: 90",
         "grace_s: 1",
         "settings: {sharding: {kind: fsdp2}}",
         "points:",

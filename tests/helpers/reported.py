@@ -147,10 +147,14 @@ class Dom(HTMLParser):
             self.rows[-1][1][-1] = (text + data, value)
 
 
-def look(page: Path, fragment: str = "", *, profile: Path) -> tuple[Dom, list[str]]:
-    """Open a page from its file in headless Chromium; return the document and what the console said."""
+def look(page: Path, fragment: str = "", *, profile: Path, settle: bool = True) -> tuple[Dom, list[str]]:
+    """Open a page from its file in headless Chromium; return the document and what the console said.
+
+    ``settle``: let timers run to their end, in a time that is not the clock's.
+    """
+    timers = ["--virtual-time-budget=60000"] if settle else []
     argv = [
-        browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom",
+        browser(), *timers, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom",
         "--enable-logging=stderr", "--log-level=0", f"--user-data-dir={profile}", "--timeout=60000",
         f"{page.resolve().as_uri()}{'#' + fragment if fragment else ''}",
     ]  # fmt: skip

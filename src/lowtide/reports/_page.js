@@ -51,10 +51,31 @@
     });
   }
 
+  const AT_ONCE = 150;
+  let drawing = 0;
+
+  // The first rows at once, so that something is there to read, and the others in turns after it.
   function draw() {
-    const fragment = document.createDocumentFragment();
     const kept = chosen();
-    for (const row of kept) {
+    const turn = ++drawing;
+    body.replaceChildren(lines(kept.slice(0, AT_ONCE)));
+    function more(from) {
+      if (turn !== drawing) return;
+      if (from >= kept.length) { document.documentElement.dataset.allMs = Math.round(performance.now()); return; }
+      body.append(lines(kept.slice(from, from + AT_ONCE)));
+      setTimeout(more, 0, from + AT_ONCE);
+    }
+    setTimeout(more, 0, AT_ONCE);
+    document.getElementById("count").textContent = kept.length + " of " + rows.length;
+    for (const head of heads.children) {
+      const mine = head.dataset.name === view.sort;
+      head.setAttribute("aria-sort", mine ? (view.down ? "descending" : "ascending") : "none");
+    }
+  }
+
+  function lines(some) {
+    const fragment = document.createDocumentFragment();
+    for (const row of some) {
       const line = make("tr", null, { "data-id": row.cell.id, class: row.values[at.status] });
       row.values.forEach((value, index) => {
         const kind = columns[index].kind;
@@ -64,12 +85,7 @@
       });
       fragment.append(line);
     }
-    body.replaceChildren(fragment);
-    document.getElementById("count").textContent = kept.length + " of " + rows.length;
-    for (const head of heads.children) {
-      const mine = head.dataset.name === view.sort;
-      head.setAttribute("aria-sort", mine ? (view.down ? "descending" : "ascending") : "none");
-    }
+    return fragment;
   }
 
   function table(headings, lines) {
