@@ -38,7 +38,8 @@ def _row(name: str, report: Report) -> str:
         mine = [c for c in report.cells if c.policy == policy]
         marks = ["bitwise" if not c.differing else f"**differs**: {', '.join(c.differing[:2])}" for c in mine]
         share = mine[0].saved_bytes / report.saved_bytes if report.saved_bytes else 0.0
-        cells.append(f"{' / '.join(dict.fromkeys(marks))}, {share:.0%}")
+        part = f" (`{', '.join(ARCHITECTURES[name].part)}`)" if policy == "rules" else ""
+        cells.append(f"{' / '.join(dict.fromkeys(marks))}, {share:.0%}{part}")
     regions = sum(c.regions for c in report.cells if c.executor == "replay")
     native = sum(c.native for c in report.cells if c.executor == "replay")
     notes = "; ".join(dict.fromkeys(c.reason for c in report.cells if c.reason))
@@ -55,8 +56,9 @@ def _page(rows: list[str], failed: int) -> str:
             "Tiny models of transformers with random weights, in training mode with their own dropout, two steps in "
             "one process on a CPU. *bitwise*: losses, gradients and buffers equal those without a policy in every "
             f"bit, with both executors ({', '.join(EXECUTORS)}); the share is what blocks keep for backward, of what "
-            "they keep without a policy. *regions replayed*: how many regions of the three policies the replay "
-            "executor carried out itself.",
+            "they keep without a policy. *regions replayed*: how many regions of all policies the replay executor "
+            "carried out itself. *rules*: `default: save`, recompute in the modules that stand there (the "
+            "feed-forward where it is a module of its own, else the norms); *pointwise_only*: the preset of that name.",
             "",
             f"{len(rows) - failed} of {len(rows)} architectures pass. Made by `python -m benchmarks.zoo` at commit "
             f"{commit.stdout.strip() or 'unknown'}, torch {torch.__version__}, "

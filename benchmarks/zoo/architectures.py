@@ -29,6 +29,8 @@ _TWO_STACKS = {
     "decoder_ffn_dim": 48,
     "vocab_size": 99,
 }
+_NORMS = "*norm*"
+"""For blocks whose feed-forward is no module of its own."""
 _GROUPED = {"num_key_value_heads": 2}
 _EXPERTS = {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}
 
@@ -44,6 +46,8 @@ class Architecture:
     feed: str = "tokens"
     options: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=lambda: _DECODER)
+    part: tuple[str, ...] = ("mlp",)
+    """Patterns on modules of a block: what ``rules`` recompute, the feed-forward where it is a module of its own."""
 
     def build(self) -> nn.Module:
         """Make the model, the same at every call."""
@@ -57,20 +61,20 @@ class Architecture:
         return model.train()
 
 
-def _decoder(name: str, **options: Any) -> Architecture:
-    return Architecture(f"{name}ForCausalLM", f"{name}Config", options=options)
+def _decoder(name: str, *, part: str = "mlp", **options: Any) -> Architecture:
+    return Architecture(f"{name}ForCausalLM", f"{name}Config", options=options, part=(part,))
 
 
-def _masked(name: str, **options: Any) -> Architecture:
-    return Architecture(f"{name}ForMaskedLM", f"{name}Config", options=options)
+def _masked(name: str, *, part: str = "intermediate", **options: Any) -> Architecture:
+    return Architecture(f"{name}ForMaskedLM", f"{name}Config", options=options, part=(part,))
 
 
-def _other(model: str, config: str, feed: str = "tokens", **options: Any) -> Architecture:
-    return Architecture(model, config, feed, options, {})
+def _other(model: str, config: str, feed: str = "tokens", *, part: str = "mlp", **options: Any) -> Architecture:
+    return Architecture(model, config, feed, options, {}, (part,))
 
 
-def _image(name: str, size: int = 16, **options: Any) -> Architecture:
-    return _other(f"{name}ForImageClassification", f"{name}Config", f"image {size}", num_labels=4, **options)
+def _image(name: str, size: int = 16, *, part: str = "mlp", **options: Any) -> Architecture:
+    return _other(f"{name}ForImageClassification", f"{name}Config", f"image {size}", part=part, num_labels=4, **options)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -103,10 +107,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         vocab_size=99,
         max_position_embeddings=64,
     ),
-    "opt": _decoder("OPT", ffn_dim=48, word_embed_proj_dim=32),
+    "opt": _decoder("OPT", part=_NORMS, ffn_dim=48, word_embed_proj_dim=32),
     "bloom": _other("BloomForCausalLM", "BloomConfig", hidden_size=32, n_layer=3, n_head=4, vocab_size=99),
     "falcon": _decoder("Falcon"),
-    "mpt": _other("MptForCausalLM", "MptConfig", d_model=32, n_heads=4, n_layers=3, vocab_size=99, max_seq_len=64),
+    "mpt": _other(
+        "MptForCausalLM", "MptConfig", part="ffn", d_model=32, n_heads=4, n_layers=3, vocab_size=99, max_seq_len=64
+    ),
     "mixtral": _decoder("Mixtral", num_local_experts=4, num_experts_per_tok=2, **_GROUPED),
     "qwen2_moe": _decoder("Qwen2Moe", moe_intermediate_size=16, shared_expert_intermediate_size=16, **_EXPERTS),
     "qwen3_moe": _decoder("Qwen3Moe", head_dim=8, moe_intermediate_size=16, **_EXPERTS),
@@ -128,11 +134,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         first_k_dense_replace=1,
     ),
     "mamba": _other(
-        "MambaForCausalLM", "MambaConfig", hidden_size=32, num_hidden_layers=3, vocab_size=99, state_size=4
+        "MambaForCausalLM",
+        "MambaConfig",
+        part="mixer",
+        hidden_size=32,
+        num_hidden_layers=3,
+        vocab_size=99,
+        state_size=4,
     ),
     "mamba2": _other(
         "Mamba2ForCausalLM",
         "Mamba2Config",
+        part="mixer",
         hidden_size=32,
         num_hidden_layers=3,
         vocab_size=99,
@@ -144,6 +157,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "jamba": _decoder(
         "Jamba",
+        part="feed_forward",
         num_experts=2,
         attn_layer_period=2,
         attn_layer_offset=1,
@@ -157,9 +171,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bert": _masked("Bert"),
     "roberta": _masked("Roberta"),
     "electra": _masked("Electra", embedding_size=32),
-    "albert": _masked("Albert", embedding_size=16, num_hidden_groups=1),
+    "albert": _masked("Albert", part="**.activation", embedding_size=16, num_hidden_groups=1),
     "modernbert": _masked(
         "ModernBert",
+        part="mlp",
         global_attn_every_n_layers=2,
         pad_token_id=0,
         bos_token_id=1,
@@ -169,11 +184,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deberta_v2": _masked("DebertaV2", relative_attention=True, position_buckets=16, pos_att_type=["p2c", "c2p"]),
     "distilbert": _other(
-        "DistilBertForMaskedLM", "DistilBertConfig", dim=32, n_layers=3, n_heads=4, hidden_dim=48, vocab_size=99
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        part="ffn",
+        dim=32,
+        n_layers=3,
+        n_heads=4,
+        hidden_dim=48,
+        vocab_size=99,
     ),
     "t5": _other(
         "T5ForConditionalGeneration",
         "T5Config",
+        part="**.DenseReluDense",
         d_model=32,
         d_kv=8,
         d_ff=48,
@@ -185,6 +208,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bart": _other(
         "BartForConditionalGeneration",
         "BartConfig",
+        part=_NORMS,
         max_position_embeddings=64,
         pad_token_id=0,
         bos_token_id=1,
@@ -193,15 +217,27 @@ ARCHITECTURES: dict[str, Architecture] = {
         forced_eos_token_id=None,
         **_TWO_STACKS,
     ),
-    "pegasus": _other("PegasusForConditionalGeneration", "PegasusConfig", max_position_embeddings=64, **_TWO_STACKS),
+    "pegasus": _other(
+        "PegasusForConditionalGeneration", "PegasusConfig", part=_NORMS, max_position_embeddings=64, **_TWO_STACKS
+    ),
     "vit": _image("ViT", **_VISION),
     "deit": _image("DeiT", **_VISION),
     "dinov2": _image("Dinov2", hidden_size=32, num_hidden_layers=3, num_attention_heads=4, image_size=16, patch_size=4),
     "swin": _image(
-        "Swin", 32, image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4
+        "Swin",
+        32,
+        part="**.intermediate",
+        image_size=32,
+        patch_size=2,
+        embed_dim=16,
+        depths=[2, 2],
+        num_heads=[2, 4],
+        window_size=4,
     ),
-    "convnext": _image("ConvNext", 32, hidden_sizes=[8, 16], depths=[2, 2], num_stages=2),
-    "resnet": _image("ResNet", 32, embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic"),
+    "convnext": _image("ConvNext", 32, part="**.layernorm", hidden_sizes=[8, 16], depths=[2, 2], num_stages=2),
+    "resnet": _image(
+        "ResNet", 32, part="layers.*.layer", embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic"
+    ),
     "clip": _other(
         "CLIPModel",
         "CLIPConfig",
@@ -221,6 +257,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Wav2Vec2ForCTC",
         "Wav2Vec2Config",
         "audio",
+        part="feed_forward",
         hidden_size=32,
         num_hidden_layers=3,
         num_attention_heads=4,
@@ -239,6 +276,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "WhisperForConditionalGeneration",
         "WhisperConfig",
         "spectrum",
+        part=_NORMS,
         num_mel_bins=8,
         max_source_positions=16,
         max_target_positions=64,

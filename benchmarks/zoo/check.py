@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lowtide
 from benchmarks.zoo.architectures import Architecture, loss_of
 from lowtide.measurement import measure_saved_bytes
+from lowtide.policy import parse_policy
 from lowtide.regions import Applied, find_blocks, slots
 
 POLICIES: dict[str, dict[str, object]] = {
@@ -22,7 +23,10 @@ POLICIES: dict[str, dict[str, object]] = {
         "kind": "selective_op",
         "save": [{"op": "sdpa", "optional": True}, {"op": "matmul", "keep": "1/2", "optional": True}],
     },
+    "rules": {},
+    "pointwise_only": {},
 }
+"""Columns of the page -> policy; the last two are made for each architecture (``policies_of``)."""
 EXECUTORS = ("recompute", "replay")
 _STEPS = 2
 
@@ -56,8 +60,23 @@ class Report:
     cells: tuple[Cell, ...]
 
 
-def check(architecture: Architecture, *, policies: Mapping[str, object] = POLICIES) -> Report:
+def policies_of(architecture: Architecture) -> dict[str, dict[str, object]]:
+    """Name the policies; ``rules`` recomputes one part of each block, and the preset's rules may match nothing."""
+    part = {"modules": list(architecture.part), "action": "recompute"}
+    preset = parse_policy("pointwise_only").model_dump(mode="json", exclude_defaults=True)
+    preset = {**preset, "kind": "rules", "rules": [{**rule, "optional": True} for rule in preset["rules"]]}
+    return {**POLICIES, "rules": {"kind": "rules", "default": "save", "rules": [part]}, "pointwise_only": preset}
+
+
+def check(architecture: Architecture, *, policies: Mapping[str, object] | None = None) -> Report:
     """Try every policy with every executor.
+
+    Args:
+        architecture: what to build.
+        policies: name -> policy; all of ``policies_of`` where left out.
+
+    Returns:
+        What came of each.
 
     Raises:
         AssertionError: two runs without a policy differ, so that nothing can be said.
@@ -68,7 +87,7 @@ def check(architecture: Architecture, *, policies: Mapping[str, object] = POLICI
     blocks = tuple(block.fqn for block in find_blocks(bare))
     cells = [
         _cell(bare, architecture, control, blocks, name, policy, executor)
-        for name, policy in policies.items()
+        for name, policy in (policies or policies_of(architecture)).items()
         for executor in EXECUTORS
     ]
     return Report(blocks, _saved(copy.deepcopy(bare), architecture, blocks), tuple(cells))
