@@ -3,8 +3,8 @@
     block, args ─► fake copies (shapes only) ─► forward under the recorder ─► backward with fake gradients ─► OpTrace
 
 Parameters, buffers and arguments are replaced by fake CPU tensors of the same form, so that a block on the meta
-device, on a GPU or made under fake tensors is traced alike; the module itself is not touched. What backward needs is
-what autograd packs (``saved_tensors_hooks``); a storage that is still alive after forward, without being packed,
+device, on a GPU or made under fake tensors is traced alike; the module itself is not touched.
+"""
 
 from __future__ import annotations
 
