@@ -293,7 +293,7 @@ def _simplified(
                 modules = tuple(name for name in matched[i] if name.startswith(below))
                 if not modules:
                     continue
-        if modules is None and rule.op is None and rule.name is None and rule.keep.always:
+        if modules is None and rule.op is None and rule.name is None and rule.keep.always and rule.action != "offload":
             assert rule.action != "none"
             return rule.action, tuple(kept)
         kept.append((i, rule.model_copy(update={"layers": None, "modules": modules})))

@@ -31,13 +31,15 @@ class Rule(Frozen):
     name: str | None = None
     """A name that the model's code gives with ``lowtide.checkpoint_name(x, "ffn_in")``."""
 
-    action: Literal["save", "recompute", "none"]
-    """``save`` keeps the output from forward to backward, ``recompute`` makes it again in backward. ``none`` makes
-    no region in these layers at all, whatever other rules say."""
+    action: Literal["save", "recompute", "offload", "none"]
+    """``save`` keeps the output from forward to backward, ``recompute`` makes it again in backward. ``offload``
+    (experimental: not yet shown on a GPU) keeps it on the host and brings it back in time. ``none`` makes no region in
+    these layers at all, whatever other rules say."""
 
     keep: Keep = Keep()
-    """With ``save``: ``always``, the first m of every n calls (``m/n``), or a list of calls counted from 0. The other
-    calls are recomputed. One counter for each rule and call of a region, over everything that the rule matches."""
+    """With ``save`` and ``offload``: ``always``, the first m of every n calls (``m/n``), or a list of calls counted
+    from 0. The other calls are recomputed. One counter for each rule and call of a region, over everything that the
+    rule matches."""
 
     optional: bool = False
     """Whether the rule may match nothing. By default that is an error."""
@@ -81,7 +83,7 @@ class Rule(Frozen):
             raise ValueError("a rule without conditions matches everything: write its action as the policy's `default`")
         if self.op is not None and self.name is not None:
             raise ValueError("a rule is about an operator or about a name, not both: `name` alone finds the value")
-        if self.action != "save" and not self.keep.always:
+        if self.action == "recompute" and not self.keep.always:
             raise ValueError(f"`keep` says how many calls are saved; it has no meaning with `action: {self.action}`")
         if self.name is not None and self.keep.calls is not None:
             raise ValueError("a list of calls is for operators; write a share for names, such as 1/2")
@@ -89,8 +91,8 @@ class Rule(Frozen):
 
     @property
     def recomputes(self) -> bool:
-        """Whether something that it matches is not simply saved."""
-        return self.action == "recompute" or (self.action == "save" and not self.keep.always)
+        """Whether something that it matches does not simply stay where it is."""
+        return self.action in ("recompute", "offload") or (self.action == "save" and not self.keep.always)
 
     def __str__(self) -> str:
         parts = [f"op {self.op}"] if self.op else []

@@ -5,6 +5,7 @@ _discover    the blocks of a model
 _operators   operator names -> overloads; what matters of an overload
 _plan        rules, operator by operator; which modules run
 _naming      names that a model's code gives to values
+_offload     saved values that wait on the host
 _session     rules that matched nothing, over all regions and ranks
 _region      forward of a checkpointed block: hands it to an executor
 _arguments   a call's arguments, apart and together again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from lowtide.regions._names import compress_names, slots
 from lowtide.regions._refusals import refuse_impossible
 from lowtide.regions._region import Region, region_class
 from lowtide.regions._session import Session
+from lowtide.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,18 @@ class Applied:
         inside = "" if blocks == len(self.regions) else f" in {len(self.regions)} regions"
         return (
             f"{self.policy.kind}: {blocks} of {self.blocks} blocks checkpointed{inside} ({names}), executor {executors}"
+            f"{self._offload()}"
         )
+
+    def _offload(self) -> str:
+        """Say what the last forward put on the host, and why the rest stayed."""
+        parkings = [r.parking for r in self.regions if r.parking is not None]
+        if not parkings:
+            return ""
+        reasons = sum((p.reasons() for p in parkings), Counter[str]())
+        stayed = "".join(f"; {count} values stayed: {why}" for why, count in reasons.most_common())
+        nbytes = sum(p.parked_bytes for p in parkings)
+        return f", offload (experimental): {format_bytes(nbytes)} on the host{stayed}"
 
     def check(self) -> None:
         """Raise if a rule matched no operator in what ran so far.

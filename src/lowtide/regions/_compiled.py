@@ -61,8 +61,13 @@ def compiled_contexts(plan: Plan, witness: Witness) -> Any:
     """Make the pair of contexts for one traced region.
 
     Raises:
-        RefusedError: rules on modules or names, which compiled code does not show.
+        RefusedError: rules that offload, or on modules or names, which compiled code does not show.
     """
+    if plan.offloads:
+        raise RefusedError(
+            "a rule of the policy offloads, which compiled code does not: leave these blocks eager (compile: false), "
+            "or save instead"
+        )
     hard = [rule for rule in plan.rules if rule.modules is not None or rule.name is not None]
     if hard:
         what = f"the name {hard[0].name!r}" if hard[0].name is not None else "certain modules in a region"

@@ -15,6 +15,7 @@ Not compared: views (outside the thorough first pass), metadata, profiler marks,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +25,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lowtide.errors import RecomputeError, RefusedError
 from lowtide.regions._naming import Made, Maker, Makers
+from lowtide.regions._offload import ParkedCall
 from lowtide.regions._operators import Trait, draws, mutated_arguments, traits
 from lowtide.regions._plan import NOTHING, Decision, Plan, Scope
 from lowtide.regions._tape import (
+    Away,
     Kept,
     Tape,
     Witness,
@@ -88,6 +91,10 @@ class _RegionMode(TorchDispatchMode):
         return self.fsdp_depth > 0
 
 
+def _present(value: torch.Tensor | Away) -> torch.Tensor:
+    return value.get() if isinstance(value, Away) else share(value)
+
+
 def is_followed(plan: Plan, func: Any, trait: Trait, args: Sequence[Any]) -> bool:
     """Tell whether the rules are about a call, so that it has its place on every tape.
 
@@ -107,8 +114,17 @@ _EXITS = frozenset(
 class Recording(_RegionMode):
     """Writes the tape in forward and keeps what the rules name."""
 
-    def __init__(self, plan: Plan, tape: Tape, witness: Witness, fqn: str, scope: Scope | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        tape: Tape,
+        witness: Witness,
+        fqn: str,
+        scope: Scope | None = None,
+        parked: ParkedCall | None = None,
+    ) -> None:
         super().__init__()
+        self.parked = parked
         self.plan = plan
         self.fqn = fqn
         self.tape = tape
@@ -160,7 +176,7 @@ class Recording(_RegionMode):
 
     def _made(self, position: int, out: Any, trait: Trait, made: Made, *, keeps: bool) -> None:
         if keeps:
-            self._keep(position, out, made.generators)
+            self._keep(position, out, made)
         if self.makers is not None and not trait & (Trait.VIEW | Trait.MUTATES):
             self.makers.note(position, out, made, routes=bool(trait & Trait.ROUTING))
 
@@ -180,12 +196,18 @@ class Recording(_RegionMode):
         self.tape.kept_calls[position] = (rule, call)
         return True
 
-    def _keep(self, position: int, out: Any, generators: list[tuple[str, torch.Tensor]] | None) -> None:
-        value = share(out) if isinstance(out, torch.Tensor) else tree_map_only(torch.Tensor, share, out)
-        self.tape.kept[position] = Kept(value, version_of(value), generators)
-        for t in tree_leaves(value):
+    def _keep(self, position: int, out: Any, made: Made) -> None:
+        stay: Callable[[torch.Tensor], Any] = share
+        if self.parked is not None and made.decision.away:
+            stay = functools.partial(self._park, self.parked, (made.decision.rule, made.decision.call))
+        value = stay(out) if isinstance(out, torch.Tensor) else tree_map_only(torch.Tensor, stay, out)
+        self.tape.kept[position] = Kept(value, version_of(value), made.generators)
+        for t in tree_leaves(out):
             if isinstance(t, torch.Tensor):
                 self.kept_storages.setdefault(storage_of(t), []).append(position)
+
+    def _park(self, parked: ParkedCall, key: tuple[int | None, int], value: torch.Tensor) -> Any:
+        return share(value) if parked.parking.refuses(key, value) else parked.park(key, value)
 
     def _forget_overwritten(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Drop kept values that this operator overwrites: they are recomputed, writes and all."""
@@ -198,6 +220,11 @@ class Recording(_RegionMode):
                 self.tape.kept_calls.pop(position, None)
             if self.tape.thorough and storage not in self.made:
                 self.tape.wrote_outside.append((func, target))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # Nothing is named any more; outputs held for that would live as long as the graph.
+        self.makers = None
 
     def take_name(self, tensor: torch.Tensor, name: str) -> None:
         """Decide a value anew, by its name.
@@ -222,15 +249,16 @@ class Recording(_RegionMode):
             self.tape.kept.pop(maker.position, None)
             self.tape.kept_calls.pop(maker.position, None)
         elif decision.keep and maker.position not in self.tape.kept:
-            self._keep_named(name, tensor, maker, (decision.rule, decision.call))
+            self._keep_named(name, tensor, maker, decision)
 
-    def _keep_named(self, name: str, tensor: torch.Tensor, maker: Maker, call: tuple[int, int]) -> None:
+    def _keep_named(self, name: str, tensor: torch.Tensor, maker: Maker, decision: Decision) -> None:
+        call = (decision.rule, decision.call)
         if call in self.tape.unneeded:
             return
         out = maker.output(tensor)
         if out is None:
             raise self._cannot_keep(name, "other outputs of the operator that made it are gone")
-        self._keep(maker.position, out, maker.made.generators)
+        self._keep(maker.position, out, Made(decision, maker.made.generators))
         self.tape.kept_calls[maker.position] = call
 
     def _cannot_keep(self, name: str, why: str) -> RefusedError:
@@ -312,7 +340,9 @@ class Repeating(_RegionMode):
         if self.release:
             del self.tape.kept[position]
         value = kept.value
-        return share(value) if isinstance(value, torch.Tensor) else tree_map_only(torch.Tensor, share, value)
+        if isinstance(value, torch.Tensor | Away):
+            return _present(value)
+        return tree_map_only((torch.Tensor, Away), _present, value)
 
     def _place(self, position: int) -> str:
         return f"region {self.fqn}, operator {position + 1} of {len(self.tape.funcs)}"

@@ -33,6 +33,9 @@ class PlanRule:
     number: int
     """Its place in the policy."""
     saves: bool
+    """Whether what it keeps stays, here or on the host."""
+    offloads: bool
+    """Whether it waits on the host."""
     keeps: Callable[[int], bool]
     """Whether its call number i, counted from 0 in each call of the region, is kept."""
     modules: frozenset[str] | None = None
@@ -49,6 +52,8 @@ class Decision:
     keep: bool
     call: int = 0
     """Number of the call, among those that the rule matched."""
+    away: bool = False
+    """Whether it is kept on the host."""
 
 
 NOTHING = Decision(None, False)
@@ -85,6 +90,11 @@ class Plan:
     def by_name(self) -> tuple[int, ...]:
         """Places of the rules on names."""
         return tuple(i for i, rule in enumerate(self.rules) if rule.name is not None)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether something may go to the host."""
+        return any(rule.offloads for rule in self.rules)
 
     @property
     def needs_scope(self) -> bool:
@@ -128,7 +138,7 @@ class Plan:
                     continue
             call = counts[place]
             counts[place] = call + 1
-            return Decision(place, rule.saves and rule.keeps(call), call)
+            return Decision(place, rule.saves and rule.keeps(call), call, rule.offloads)
         if self.saves_by_default and not traits(func) & Trait.VIEW:
             return _KEPT
         return NOTHING
@@ -147,8 +157,8 @@ class Plan:
             call = counts[place]
             counts[place] = call + 1
             if before.rule is not None and before.rule < place:
-                return Decision(place, before.keep, call)
-            return Decision(place, rule.saves and rule.keeps(call), call)
+                return Decision(place, before.keep, call, before.away)
+            return Decision(place, rule.saves and rule.keeps(call), call, rule.offloads)
         return None
 
 
@@ -237,7 +247,8 @@ def make_plan(recipe: RegionRecipe, where: Callable[[int], str]) -> tuple[Plan, 
 def _plan_rule(number: int, rule: Rule) -> PlanRule:
     return PlanRule(
         number=number,
-        saves=rule.action == "save",
+        saves=rule.action in ("save", "offload"),
+        offloads=rule.action == "offload",
         keeps=rule.keep.keeps,
         modules=None if rule.modules is None else frozenset(rule.modules),
         name=rule.name,

@@ -22,6 +22,7 @@ from torch._guards import active_fake_mode
 from lowtide.errors import NothingMatchedError, nearest
 from lowtide.policy import RegionRecipe, Rule
 from lowtide.regions._compiled import compiled_contexts
+from lowtide.regions._offload import HostPool
 from lowtide.regions._operators import resolve_operator
 from lowtide.regions._plan import Plan, make_plan, refuse_hidden
 from lowtide.regions._tape import describe
@@ -49,6 +50,7 @@ class Session:
         """Numbers of the rules that must match something while the model runs."""
         self.checked = not self.open
         self.told_twice = False
+        self.host_pool = HostPool()
         self._plans: dict[Any, tuple[Plan, Callable[[], Any]]] = {}
         self._make_plans(recipes)
 
@@ -78,7 +80,7 @@ class Session:
         return "save" if self.kind == "selective_op" else f"rules.{number}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}}
+        return {**self.__dict__, "_plans": {}, "host_pool": HostPool()}
 
     def matched(self, number: int) -> None:
         """A rule matched a call in a region."""

@@ -30,6 +30,21 @@ class Witness(Protocol):
         """An operator ran in a thorough pass."""
 
 
+class Away:
+    """A tensor that is kept elsewhere (``_offload``)."""
+
+    __slots__ = ()
+
+    @property
+    def written(self) -> int:
+        """How often it was written in place."""
+        raise NotImplementedError
+
+    def get(self) -> torch.Tensor:
+        """Bring it back."""
+        raise NotImplementedError
+
+
 @dataclass
 class Kept:
     """An output that stays from forward to backward."""
@@ -90,7 +105,9 @@ def version_of(value: Any) -> int:
     """Return how often tensors were written in place, summed over nested outputs."""
     if isinstance(value, torch.Tensor):
         return value._version
-    return sum(v._version for v in tree_leaves(value) if isinstance(v, torch.Tensor))
+    if isinstance(value, Away):
+        return value.written
+    return sum(version_of(v) for v in tree_leaves(value) if isinstance(v, torch.Tensor | Away))
 
 
 def _literal(value: Any) -> Any:
