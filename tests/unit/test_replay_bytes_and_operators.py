@@ -295,3 +295,97 @@ def test_a_block_that_changes_its_mind_with_one_form_stays_exact():
         found.append(block.up.weight.grad)
     assert isinstance(block, nn.Module)
     assert torch.equal(*found)
+
+
+class _ThroughNumpy(torch.autograd.Function):
+    """Writes to its output where torch does not see it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        out.numpy()[:] = 2 * x.detach().numpy()
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+def _numpy_in_a_function(h: Tensor) -> Tensor:
+    return _ThroughNumpy.apply(h)
+
+
+def _numpy_on_a_constant(h: Tensor) -> Tensor:
+    by = torch.empty(64)
+    by.numpy()[:] = 0.75
+    return h * by
+
+
+def _written_through_data(h: Tensor) -> Tensor:
+    h.data.mul_(0.5)
+    return h * h
+
+
+def _kept_value_written(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h.detach().add_(0.25)
+    return h
+
+
+LATE = {
+    _numpy_in_a_function: "another result in replay",
+    _numpy_on_a_constant: "another result in replay",
+    _written_through_data: None,
+    _kept_value_written: None,
+}
+
+
+@pytest.mark.parametrize("policy", [POLICIES["inputs"], POLICIES["all"]], ids=["inputs", "all"])
+@pytest.mark.parametrize("late", LATE, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("early", [True, False], ids=["in_the_middle", "at_the_end"])
+def test_code_that_runs_first_in_a_later_call_is_verified_too(late, early, policy):
+    def function(block: Any, x: Tensor) -> Tensor:
+        block.n += 1
+        h = block.up(x).sigmoid() * 2
+        if early and block.n > 2:
+            h = late(h)
+        h = block.down(h).exp().relu()
+        if not early and block.n > 2:
+            h = late(h.repeat(1, 1, 2))
+        return h.sigmoid()
+
+    found = []
+    models = replayed.build(function), replayed.build(function)
+    applied = lowtide.apply(models[1], policy)
+    for model in models:
+        for i in range(5):
+            model.layers[0](hidden(seed=i)).sum().backward()
+            found.append(model.layers[0].up.weight.grad.clone())
+    assert [torch.equal(a, b) for a, b in zip(found[:5], found[5:], strict=True)] == 5 * [True]
+    if policy is POLICIES["all"]:
+        # Keeps what numpy wrote.
+        return
+    region, reason = applied.regions[0], LATE[late]
+    assert region.executor == ("recompute" if reason else "replay")
+    assert reason is None or re.search(reason, region.reason)
+
+
+def test_each_sequence_of_steps_is_verified_once():
+    """A branch that comes later, and a product whose input autograd saves only once its weight is trained."""
+
+    def function(block: Any, x: Tensor) -> Tensor:
+        h = block.up(x).tanh()
+        return block.down(h.exp() if block.n % 2 else h + 1)
+
+    _, block = one(function)
+    found = []
+    for i in range(7):
+        block.n = i
+        block.down.weight.requires_grad_(i >= 4)
+        with ops.OpCounter() as counter:
+            out = block(hidden())
+        found.append(counter.counts["aten.addmm.default"])
+        out.sum().backward()
+    # Verification runs the first product again.
+    assert found == [3, 3, 2, 2, 3, 2, 2]

@@ -21,7 +21,19 @@ _LAZY = frozenset({"_conj", "_neg_view"})
 class Kind:
     """What recording must know of an operator, looked up once for each."""
 
-    __slots__ = ("call", "decides", "draws", "free", "func", "refused", "routing", "ruled", "special", "writes")
+    __slots__ = (
+        "call",
+        "decides",
+        "draws",
+        "foreign",
+        "free",
+        "func",
+        "refused",
+        "routing",
+        "ruled",
+        "special",
+        "writes",
+    )
 
     def __init__(self, func: Any, plan: Plan) -> None:
         trait = traits(func)
@@ -33,6 +45,8 @@ class Kind:
         self.refused = _refusal(func, name)
         self.free = not self.refused and (bool(trait & (Trait.VIEW | Trait.SKIPPED)) or inplace_view)
         """Runs and is not recorded: it makes no content and changes none."""
+        self.foreign = getattr(func, "namespace", "") not in ("aten", "prims")
+        """Does not come with torch: it may write what its schema does not tell."""
         self.draws = bool(trait & Trait.RANDOM)
         self.writes = written_positions(func) if overload and not self.free else ()
         self.special = bool(self.draws or self.writes or self.refused)

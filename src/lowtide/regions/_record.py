@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import LowtideError, RefusedError
 from lowtide.regions._catalogue import Catalogue, Kind
-from lowtide.regions._held import Form, Held, HeldView, Slot, copy_of_storage, version_only, without_cycle
+from lowtide.regions._held import Form, Held, HeldView, Slot, copy_of_storage, look, version_only, without_cycle
 from lowtide.regions._operators import draws
 from lowtide.regions._plan import NOTHING, Decision, Scope
-from lowtide.regions._schedule import Step
+from lowtide.regions._schedule import Schedule, Step
 from lowtide.regions._tape import Witness, generator_states, share
 
 __all__ = ["Call", "Generators", "Recorder"]
@@ -54,14 +54,23 @@ class Recorder(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, catalogue: Catalogue, witness: Witness, fqn: str, scope: Scope | None = None, *, watch: bool
+        self,
+        catalogue: Catalogue,
+        witness: Witness,
+        fqn: str,
+        scope: Scope | None,
+        known: Sequence[Schedule],
+        *,
+        watch: bool,
     ) -> None:
+        """Args: ``known`` are the schedules that were verified, the last one used first; ``watch`` tells the witness
+        which operators run.
+        """
         super().__init__()
         self.catalogue = catalogue
         self.witness = witness
         self.fqn = fqn
         self.watch = watch
-        """Whether to tell the witness which operators ran."""
         self.where = f"region {fqn}"
         self.paused = False
         self.problem: str | None = None
@@ -74,10 +83,18 @@ class Recorder(TorchDispatchMode):
         self.copies: dict[int, torch.Tensor] = {}
         """State -> copy of an external's content, taken before the region wrote to it."""
         self.slots: list[weakref.ref[Slot]] = []
-        self.saw_foreign = False
-        """Whether an operator ran that does not come with torch."""
+        self.unverified: list[weakref.ref[Slot]] = []
+        """Slots whose replay was never compared with what autograd saves; they hold that."""
         self._kinds = catalogue.kinds
         self._careful = watch
+        self._known = known
+        self._expected: tuple[Step, ...] = ()
+        """Steps of the schedule that this call has followed so far."""
+        self._verified: frozenset[int] = frozenset()
+        """States whose replay was compared before, as long as this call follows a schedule."""
+        self._cuts: set[int] = set()
+        """States that were kept when others were compared: what leads to them may never have been replayed."""
+        self._follow(0)
         self._current: dict[int, int] = {}
         self._pins: list[int] = []
         self._scope = scope
@@ -91,7 +108,7 @@ class Recorder(TorchDispatchMode):
         backward needs its output and its normaliser."""
         self._packed = 0
         """How many slots there were after the last operator."""
-        self._doubtful: list[tuple[Slot, Held, int]] = []
+        self._doubtful: list[tuple[Slot, Held, int, Held]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -109,8 +126,32 @@ class Recorder(TorchDispatchMode):
         for held in (self._pins, self._current, self._doubtful, self.steps, self.calls, self.forms):
             held.clear()
         self._several.clear()
-        for held in (self.externals, self.kept, self.copies, self.slots):
+        for held in (self.externals, self.kept, self.copies, self.slots, self.unverified):
             held.clear()
+
+    # -- known schedules ---------------------------------------------------------------------------------------
+
+    def _follow(self, count: int) -> None:
+        """Find a schedule that starts with the first ``count`` steps; from here on, what autograd saves is held where
+        there is none, until it has been compared. Code that runs for the first time may write behind torch's back.
+        """
+        self._expected, self._verified = (), frozenset()
+        steps = tuple(self.steps[:count])
+        for schedule in self._known:
+            if schedule.steps[:count] == steps:
+                self._expected, self._verified = schedule.steps, schedule.verified
+                self._cuts |= schedule.kept
+                return
+
+    def _noted(self, step: Step) -> None:
+        """Add a step."""
+        at, expected = len(self.steps), self._expected
+        if at < len(expected) and expected[at] == step:
+            self.steps.append(expected[at])
+            return
+        self.steps.append(step)
+        if expected:
+            self._follow(at + 1)
 
     # -- values ------------------------------------------------------------------------------------------------
 
@@ -164,7 +205,6 @@ class Recorder(TorchDispatchMode):
             return kind.call(*args, **kwargs)
         if self.watch:
             self.witness.ran(kind.func)
-            self.saw_foreign = self.saw_foreign or getattr(kind.func, "namespace", "") not in ("aten", "prims")
         for subclass in types:
             if subclass not in _PLAIN and not issubclass(subclass, torch._subclasses.FakeTensor):
                 self.give_up(f"{subclass.__name__} (a tensor subclass) goes through {kind!r}")
@@ -226,7 +266,7 @@ class Recorder(TorchDispatchMode):
         writes = self._after_writes(written) if written else ()
         self._packed = len(self.slots)
         makes = self._make(kind, out)
-        self.steps.append((kind, tuple(states), makes, writes))
+        self._noted((kind, tuple(states), makes, writes))
         self.calls.append((rest, named, reads, generators))
         if kind.decides and (makes or writes):
             self._decide(kind, (args, kwargs, states), out, makes, writes)
@@ -286,7 +326,9 @@ class Recorder(TorchDispatchMode):
                 before = self.state_of(tensor)
                 if before is None:
                     continue
-                self.kept.pop(before, None)
+                kept = self.kept.pop(before, None)
+                if kept is not None and before in self._cuts:
+                    self.kept[before] = Held(copy_of_storage(kept.tensor), self.where)
                 if before in self.externals:
                     self.copies[before] = copy_of_storage(self.externals.pop(before).tensor)
                 found.append((tensor, before))
@@ -301,7 +343,10 @@ class Recorder(TorchDispatchMode):
                 after = writes[before] = len(self.forms)
                 self.forms.append(self.forms[before])
                 self._current[tensor.untyped_storage()._cdata] = after
-                self._doubtful += [(s, version_only(tensor, self.where), after) for s in recent if s.state == before]
+                for slot in recent:
+                    if slot.state == before:
+                        value = look(share(tensor), slot.form or self.forms[before])
+                        self._doubtful.append((slot, version_only(tensor, self.where), after, Held(value, self.where)))
         return tuple(writes.items())
 
     def settle(self) -> None:
@@ -309,9 +354,12 @@ class Recorder(TorchDispatchMode):
 
         Autograd saves the noise of ``rrelu`` before the kernel fills it in; a usual write in place moves the version.
         """
-        for slot, held, after in self._doubtful:
+        for slot, held, after, value in self._doubtful:
             if held.tensor._version == held.version:
                 slot.state = after
+                if slot.original is None:
+                    slot.original = value
+                    self.unverified.append(weakref.ref(slot))
         self._doubtful.clear()
 
     def _decide(
@@ -402,9 +450,14 @@ class Recorder(TorchDispatchMode):
             return slots
         return [slot for slot in slots if slot.original is None or slot.state not in self.kept]
 
+    def never_verified(self, slots: Sequence[Slot]) -> list[Slot]:
+        """List those whose replay was never compared with what autograd saved."""
+        doubted = {id(ref()) for ref in self.unverified}
+        return [slot for slot in slots if id(slot) in doubted] if doubted else []
+
     # -- what autograd saves -----------------------------------------------------------------------------------
 
-    def slot_for(self, tensor: torch.Tensor, record: Any, *, keep_original: bool) -> Slot | None:
+    def slot_for(self, tensor: torch.Tensor, record: Any) -> Slot | None:
         """Return a slot for what autograd saves; None for what must be held as it is."""
         if self.problem is not None or not (type(tensor) is torch.Tensor or is_plain(tensor)):
             if self.problem is None:
@@ -422,8 +475,12 @@ class Recorder(TorchDispatchMode):
         form = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         if form == self.forms[state]:
             form = None
-        slot = Slot(record, state, form, Held(tensor, self.where) if keep_original or state in self.kept else None)
-        self.slots.append(weakref.ref(slot))
+        verified = state in self._verified
+        slot = Slot(record, state, form, None if verified and state not in self.kept else Held(tensor, self.where))
+        ref = weakref.ref(slot)
+        self.slots.append(ref)
+        if not verified:
+            self.unverified.append(ref)
         return slot
 
 

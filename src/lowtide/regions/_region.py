@@ -34,6 +34,7 @@ from lowtide.policy import LayerPolicy, RegionRecipe
 from lowtide.regions._arguments import Spec, flatten
 from lowtide.regions._modes import Recording, Repeating
 from lowtide.regions._names import bare_fqn
+from lowtide.regions._offload import ParkedCall, Parking
 from lowtide.regions._plan import Scope
 from lowtide.regions._replay import Replayer
 from lowtide.regions._session import Session
@@ -83,9 +84,9 @@ class Region:
         """Know nothing of any form of inputs."""
         self.facts: dict[Any, _Facts] = {}
         self.replayer: Replayer | None = None
-        self.replayed: set[Any] = set()
         self.not_replayed: dict[Any, str] = {}
         self._scoped: tuple[list[int], Scope] | None = None
+        self.parking = Parking(self.session.host_pool) if self.plan.offloads else None
 
     # A weak reference: a module that held a strong one to itself would wait for the cycle collector to free its
     # parameters. Copies and pickles carry the module, so that a copy runs its own parameters.
@@ -126,14 +127,17 @@ class Region:
 
     @property
     def _wants_replay(self) -> bool:
-        """Whether replay is asked for, or is the only one that knows what backward needs."""
-        return self.policy.executor == "replay" or (self.policy.executor == "auto" and self.recipe.default == "save")
+        """Whether replay is asked for, or is the only one that knows what backward needs; it cannot offload yet."""
+        wanted = self.policy.executor == "replay" or (self.policy.executor == "auto" and self.plan.wide)
+        return wanted and not self.plan.offloads
 
     @property
     def reason(self) -> str:
         """Why that executor."""
         if self.not_replayed:
             return f"not replayed: {next(iter(self.not_replayed.values()))}"
+        if self.plan.offloads and self.policy.executor == "replay":
+            return "not replayed: the policy offloads, which recompute carries out"
         if self.policy.executor != "auto":
             return "asked for"
         return "saves what backward needs, and nothing else" if self._wants_replay else "by default"
@@ -221,15 +225,10 @@ class Region:
         inner = self._inner(module)
         if self.replayer is None:
             self.replayer = Replayer(self.plan, self.session, self.fqn)
-        out, problem = self.replayer.run(
-            lambda: inner(*args, **kwargs), module, self._scope(), verify=form not in self.replayed
-        )
-        if len(self.replayed) + len(self.not_replayed) >= _MOST_FORMS:
-            self.replayed.clear()
-            self.not_replayed.clear()
-        if problem is None:
-            self.replayed.add(form)
-        else:
+        out, problem = self.replayer.run(lambda: inner(*args, **kwargs), module, form, self._scope())
+        if problem is not None:
+            if len(self.not_replayed) >= _MOST_FORMS:
+                self.not_replayed.clear()
             self.not_replayed[form] = problem
         self.session.region_ended(self.fqn)
         return out
@@ -256,17 +255,21 @@ class Region:
         return out
 
     def _checkpoint(self, invocation: _Invocation, leaves: list[Any], tape: Tape) -> Any:
+        parked = None if self.parking is None else ParkedCall(self.parking)
         contexts = (
-            Recording(self.plan, tape, self.session, self.fqn, self._scope()),
+            Recording(self.plan, tape, self.session, self.fqn, self._scope(), parked),
             Repeating(self.plan, tape, self.session.check, self.fqn),
         )
-        return checkpoint(
+        out = checkpoint(
             invocation,
             *leaves,
             use_reentrant=False,
             preserve_rng_state=self.plan.preserve_rng,
             context_fn=lambda: contexts,
         )
+        if parked is not None:
+            parked.forward_ended()
+        return out
 
     def _scope(self) -> Scope | None:
         """Return what tells which modules run, where a rule asks for it; made anew when modules came or went."""

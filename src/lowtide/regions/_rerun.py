@@ -24,8 +24,6 @@ from lowtide.regions._tape import generator_states, restore_generators
 
 __all__ = ["HookPair", "Record", "same_bits"]
 
-_MOST_SCHEDULES = 16
-
 HookPair = tuple[Callable[..., Any], Callable[..., Any]]
 
 
@@ -49,8 +47,8 @@ class Record:
 
     # -- after forward -----------------------------------------------------------------------------------------
 
-    def finish(self, slots: list[Slot], schedules: list[Schedule]) -> None:
-        """Take over from the recorder what a backward of these slots needs."""
+    def finish(self, slots: list[Slot], schedules: list[Schedule]) -> Schedule:
+        """Take over from the recorder what a backward of these slots needs; return the schedule, now the first."""
         recorder = self._recorder
         assert recorder is not None
         states = tuple([slot.state for slot in slots])
@@ -64,6 +62,7 @@ class Record:
             held = externals.get(state)
             self._held[state] = Held(copies[state], recorder.where) if held is None else held
         self._let_slots_keep(slots, {s: recorder.kept[s] for s in schedule.inner_kept})
+        return schedule
 
     def _let_slots_keep(self, slots: list[Slot], kept: Mapping[int, Held | Passed]) -> None:
         """Give each slot the kept values that it depends on: they go when the last such slot goes."""
@@ -252,6 +251,11 @@ class Record:
         index = None if schedule is None else schedule.producer(state)
         return "a value from outside" if schedule is None or index is None else repr(schedule.steps[index][0])
 
+    def runs_foreign(self) -> bool:
+        """Whether replay runs an operator that does not come with torch."""
+        schedule = self._schedule
+        return schedule is not None and any(schedule.steps[index][0].foreign for index in schedule.needed)
+
     def outside(self) -> list[torch.Tensor]:
         """Return the tensors from outside that replay reads."""
         return [held.tensor for held in self._held.values() if isinstance(held, Held)]
@@ -281,7 +285,6 @@ def _find(schedules: list[Schedule], recorder: Recorder, states: tuple[int, ...]
             return schedule
     schedule = Schedule(steps, kept, states)
     schedules.insert(0, schedule)
-    del schedules[_MOST_SCHEDULES:]
     return schedule
 
 

@@ -76,6 +76,8 @@ class Schedule:
         """States from outside that it reads."""
         self.inner_kept = frozenset(states & kept)
         """Kept states that it reads."""
+        self.verified = frozenset(slots) - kept
+        """States whose replay is compared with what autograd saved before this schedule counts as known."""
         self.watchable = frozenset(slots) | self.inner_kept
         """States that stay or come back, so that a write to them from outside is an error."""
         self.keeps = tuple(frozenset(self.closure((state,))[1] & kept) for state in slots)
