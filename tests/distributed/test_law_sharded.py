@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import lowtide
 from lowtide.errors import NothingMatchedError
-from tests.helpers import families, law
+from tests.helpers import families, law, models
 from tests.helpers.families import FAMILIES, POLICIES
 from tests.helpers.sharded import WRAPS, fsdp2, ranked_seed, ranked_step
 
@@ -101,3 +101,41 @@ def _matches_nowhere() -> str:
 
 def test_a_rule_that_matches_on_no_rank_is_an_error_on_every(run_on):
     assert run_on(2, _matches_nowhere, preload=("transformers",)) == ["raised", "raised"]
+
+
+RULES = {
+    "the MLP only": {"kind": "rules", "default": "save", "rules": [{"modules": "feed", "action": "recompute"}]},
+    "one operator": {"kind": "rules", "default": "save", "rules": [{"op": "aten.silu", "action": "recompute"}]},
+    "offload": {"kind": "rules", "default": "recompute", "rules": [{"op": "matmul", "action": "offload"}]},
+}
+
+
+def _rules() -> dict[str, tuple[list[str], int]]:
+    """What differed under each policy, and how many bytes lay on the host at most."""
+    spec = models.Spec(d=128, hidden=256, length=128, layers=3, vocab=64)
+    options = {"wrap": WRAPS["fsdp2-bfloat16"], "seed": ranked_seed(), "steps": 2}
+
+    def build() -> torch.nn.Module:
+        return models.build(spec)
+
+    def step(model: torch.nn.Module, i: int) -> torch.Tensor:
+        tokens = models.tokens(spec)
+        loss = models.loss_of(model(tokens), tokens)
+        loss.backward()
+        return loss.detach()
+
+    control = law.check_control(build, step, **options)
+    found: dict[str, tuple[list[str], int]] = {}
+    for name, policy in RULES.items():
+        for last in (False, True):
+            outcome = law.run_steps(build, step, policy, apply_last=last, **options)
+            pool = outcome.applied.regions[0].session.host_pool
+            found[f"{name}, {last}"] = law.differences(control, outcome), pool.peak_bytes
+            assert pool.nbytes == 0
+    return found
+
+
+def test_rules_and_offload_under_fsdp2(run_on):
+    for found in run_on(2, _rules):
+        assert {name: differences for name, (differences, _) in found.items() if differences} == {}
+        assert all((parked > 0) == name.startswith("offload") for name, (_, parked) in found.items())
