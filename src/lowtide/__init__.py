@@ -15,7 +15,7 @@
     records       OpTrace, Estimate: frozen values, JSON in and out                                     no torch
     run_record    RunRecord: what became of one run, or of one cell of a sweep                          no torch
     policy/       kinds (tagged union) · match (globs on FQNs) · resolve (policy + blocks -> recipes)   no torch
-    prediction/   hardware (the table of devices) · profiles · time of operators and collectives         no torch
+    prediction/   hardware (the table of devices) · profiles · time · the memory of a step from traces                no torch
     ── torch starts here ──
     tracing/      one block's operators, or a whole training step, under fake tensors, as a target device would run them
     regions/      the only code that changes a model: discover · operators · apply and remove · recompute · replay

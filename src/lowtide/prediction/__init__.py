@@ -4,8 +4,16 @@ hardware   the table of devices: what decides kernels, and published peaks
 _profile   what `lowtide calibrate` measured on one machine
 _classes   kinds of operators, and the shares of the peaks that they reach
 _time      operator, block, collective ─► milliseconds
+_choices   recipes of a policy, trace of a block ─► what each region keeps
+_block     trace of a block, regions ─► BlockCost: bytes held, its own rise, times
+_outline   a step with its blocks taken out
+_memory    outline, one BlockCost for each call ─► Estimate
 """
 
+from lowtide.prediction._block import BlockCost, RegionChoice, block_cost
+from lowtide.prediction._choices import regions_of
+from lowtide.prediction._memory import predict_step
+from lowtide.prediction._outline import BlockCall, StepOutline
 from lowtide.prediction._profile import CollectivePoint, DeviceProfile, RatePoint, read_profile
 from lowtide.prediction._time import (
     AnyDevice,
@@ -24,18 +32,25 @@ from lowtide.prediction.hardware import DEVICES, Device, find_device, match_devi
 __all__ = [
     "DEVICES",
     "AnyDevice",
+    "BlockCall",
+    "BlockCost",
     "CollectivePoint",
     "Device",
     "DeviceProfile",
     "RatePoint",
+    "RegionChoice",
     "Speeds",
+    "StepOutline",
     "Work",
+    "block_cost",
     "collective_ms",
     "find_device",
     "match_device",
     "op_ms",
     "peak_flops",
+    "predict_step",
     "read_profile",
+    "regions_of",
     "speeds_of",
     "trace_ms",
     "unpriced",

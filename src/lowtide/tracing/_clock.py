@@ -23,6 +23,7 @@ from lowtide.prediction import Speeds, Work, collective_ms, peak_flops, work_ms
 from lowtide.prediction._classes import BY_FLOPS, base_name, class_of, collective_of
 from lowtide.records import Phase, StepTime
 from lowtide.tracing._flops import bytes_moved, flops_of, tensors
+from lowtide.tracing._storages import is_nothing
 
 _BIASED = ("addmm", "baddbmm", "addbmm")
 
@@ -42,6 +43,8 @@ class StepClock:
 
     def operator(self, phase: Phase, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Count one call."""
+        if is_nothing(func):
+            return
         name = str(func)
         collective = collective_of(name)
         if collective is not None:
@@ -103,11 +106,25 @@ class StepClock:
             optimizer_ms=by_phase["optimizer"],
             communication_ms=sum(self._sharding.values()) + sum(self._waiting.values()),
             tokens_per_s=tokens / step_s if tokens and step_s else None,
-            model_flops=sum(self._model.values()),
-            hardware_flops=sum(self._hardware.values()),
+            model_flops=self.model_flops,
+            hardware_flops=self.hardware_flops,
             mfu=self._share(self._model, step_s),
             hfu=self._share(self._hardware, step_s),
         )
+
+    def parts(self, phase: Phase) -> dict[str, float]:
+        """Return the three parts of a pass in milliseconds."""
+        return {"computing": self._computing[phase], "sharding": self._sharding[phase], "waiting": self._waiting[phase]}
+
+    @property
+    def model_flops(self) -> int:
+        """Of the products that the model asks for."""
+        return sum(self._model.values())
+
+    @property
+    def hardware_flops(self) -> int:
+        """Of all products that ran."""
+        return sum(self._hardware.values())
 
     def _phase_ms(self, phase: Phase) -> float:
         computing, sharding = self._computing[phase], self._sharding[phase]

@@ -101,7 +101,7 @@ def trace_step(
         for _ in range(warm_up):
             step()
         clock = StepClock(speeds_of(setup.profile or device, threads=setup.threads), threads=setup.threads)
-        session = _Session(model, device, target, Modules(watched), setup.threads, clock)
+        session = Session(model, device, target, Modules(watched), setup.threads, clock)
         session.place(model, optimizers)
         with session.watching():
             step()
@@ -126,7 +126,7 @@ def category_of(life: Life) -> Category:
     return "saved_activations" if life.stage == "forward" and life.outlived_forward else "transient"
 
 
-class _Session:
+class Session:
     """One step while it is watched."""
 
     def __init__(

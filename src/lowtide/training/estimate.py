@@ -10,7 +10,9 @@ will happen.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowtide.errors import UserError
-from lowtide.prediction import DeviceProfile, find_device
+from lowtide.prediction import Device, DeviceProfile, find_device
 from lowtide.records import Estimate
 from lowtide.regions import bare_fqn
 from lowtide.tracing import StepSetup, fake_building, fake_world, trace_step
@@ -38,7 +40,7 @@ from lowtide.training.parallelize import parallelize
 from lowtide.training.registry import Builder
 from lowtide.training.stopping import StopRequest
 
-__all__ = ["estimate_config"]
+__all__ = ["FakeRun", "estimate_config", "fake_run"]
 
 _CPU = torch.device("cpu")
 
@@ -68,18 +70,43 @@ def estimate_config(
             values.
         PolicyError: the policy cannot be applied to this model.
     """
-    target = find_device(device or (profile.device if profile else "cpu"))
-    if profile is not None and profile.kernels != target.kind:
-        raise UserError(
-            f"the profile was measured on {profile.device} ({profile.kernels}), and the estimate is for {target.name}: "
-            "leave the device out, or give a profile of its own kind"
+    with fake_run(config, world_size=world_size, rank=rank, device=device, threads=threads, profile=profile) as run:
+        return trace_step(
+            run.step, model=run.built.model, optimizer=run.built.optimizer, setup=run.setup, names=run.names
         )
-    if config.sharding.kind == "ddp":
-        raise UserError(
-            "sharding ddp is not estimated: DistributedDataParallel reads the parameters' memory as it is made, and "
-            "fake tensors have none. A step of one process with sharding none needs as much, less DDP's buckets "
-            "(as many bytes as the gradients)"
-        )
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """A training run under fake tensors and a fake process group, ready to take steps."""
+
+    built: Built
+    step: Callable[[], object]
+    setup: StepSetup
+    mode: FakeTensorMode
+
+    @property
+    def names(self) -> dict[nn.Module, str]:
+        """What the modules are called in the bare model."""
+        return {module: bare_fqn(name) for name, module in self.built.model.named_modules()}
+
+
+@contextmanager
+def fake_run(
+    config: TrainConfig,
+    *,
+    world_size: int = 1,
+    rank: int = 0,
+    device: str | None = None,
+    threads: int | None = None,
+    profile: DeviceProfile | None = None,
+) -> Generator[FakeRun]:
+    """Build a run under fake tensors; its steps are taken inside the context. Arguments as for ``estimate_config``.
+
+    Raises:
+        UserError: as ``estimate_config``.
+    """
+    target = _target(config, device, profile)
     builder = Builder()
     # One rank's batch tells all shapes, and a text may be too short for as many ranks as are asked about.
     data: Any = builder.build(config.data, rank=0, world_size=1, seed=config.run.seed)
@@ -99,7 +126,7 @@ def estimate_config(
         mesh = init_device_mesh("cpu", (world_size,))
         try:
             with FakeTensorMode() as mode:
-                return _trace(config, builder, data, batch, setup, (mode, mesh))
+                yield _assemble(config, builder, data, batch, setup, (mode, mesh))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise UserError(
                 f"the step of this config cannot be estimated: its forward depends on the values of tensors ({error}), "
@@ -107,14 +134,30 @@ def estimate_config(
             ) from error
 
 
-def _trace(
+def _target(config: TrainConfig, device: str | None, profile: DeviceProfile | None) -> Device:
+    target = find_device(device or (profile.device if profile else "cpu"))
+    if profile is not None and profile.kernels != target.kind:
+        raise UserError(
+            f"the profile was measured on {profile.device} ({profile.kernels}), and the estimate is for {target.name}: "
+            "leave the device out, or give a profile of its own kind"
+        )
+    if config.sharding.kind == "ddp":
+        raise UserError(
+            "sharding ddp is not estimated: DistributedDataParallel reads the parameters' memory as it is made, and "
+            "fake tensors have none. A step of one process with sharding none needs as much, less DDP's buckets "
+            "(as many bytes as the gradients)"
+        )
+    return target
+
+
+def _assemble(
     config: TrainConfig,
     builder: Builder,
     data: Any,
     batch: tuple[Tensor, Tensor],
     setup: StepSetup,
     around: tuple[FakeTensorMode, DeviceMesh],
-) -> Estimate:
+) -> FakeRun:
     mode, mesh = around
     with fake_building(mode):
         model: nn.Module = builder.build(config.model)
@@ -138,13 +181,7 @@ def _trace(
     built.model.train()
     trainer = Trainer(built, Bus(), Path(), progress=Progress(0, 0, 0), saved=True, stop=StopRequest())
     batches = _fake_batches(batch)
-    return trace_step(
-        lambda: trainer.optimize(1, batches),
-        model=built.model,
-        optimizer=optimizer,
-        setup=setup,
-        names={module: bare_fqn(name) for name, module in built.model.named_modules()},
-    )
+    return FakeRun(built, lambda: trainer.optimize(1, batches), setup, mode)
 
 
 def _fake_batches(batch: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
