@@ -41,6 +41,7 @@ PUBLIC = [
     "Estimate",
     "EveryNthLayer",
     "Full",
+    "MemoryBudget",
     "NoPolicy",
     "OpTrace",
     "Rule",
@@ -92,10 +93,11 @@ PARTS = {
     "lowtide.api": ["Applied", "SavedBytes", "SavedColumn", "apply", "checkpoint_name", "saved_bytes", "trace"],
     "lowtide.measurement": [
         "AllocatorEvents", "BlockSaved", "EventAccount", "LiveStorages", "Peak", "PeakMeter", "SavedMeasurement",
-        "StorageRecord", "calibrate", "measure_peak", "measure_saved_bytes", "tensors_in",
+        "StepProfiler", "StorageRecord", "calibrate", "mark_phase", "measure_peak", "measure_saved_bytes", "phase_mark",
+        "tensors_in",
     ],
     "lowtide.policy": [
-        "ALIASES", "Block", "EveryNthLayer", "Full", "Keep", "LayerPolicy", "NoPolicy", "Pattern", "Policy",
+        "ALIASES", "Block", "EveryNthLayer", "Full", "Keep", "LayerPolicy", "MemoryBudget", "NoPolicy", "Pattern", "Policy",
         "ROUTING_OPS", "RegionRecipe", "Resolution", "Rule", "Rules", "SaveRule", "SelectiveOp", "SomeLayers", "expand",
         "match_fqns", "named_policy", "parse_policy", "preset_names", "resolve",
     ],

@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("lowtide.cli.train_cmd:train", "Train a model as a config says."),
     "estimate": ("lowtide.cli.estimate_cmd:estimate", "Say what a training step will need, before it runs."),
     "calibrate": ("lowtide.cli.calibrate_cmd:calibrate", "Measure how fast this machine's device is."),
+    "profile": ("lowtide.cli.profile_cmd:profile", "Say where the time and the memory of a step go."),
     "sweep": ("lowtide.cli.sweep_cmd:sweep", "Run a grid of trainings; one that fails costs no other."),
     "report": ("lowtide.cli.report_cmd:report", "Make one page of what runs and sweeps left behind."),
     "config": ("lowtide.cli.config_cmd:app", "Check or show a config, or print what one may hold."),

@@ -21,9 +21,9 @@ one warning for the first release that it cannot account for. Checked with torch
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from lowtide.measurement._walk import places_in
 
 # Names of marks: what was alive before the window and went; a tracked storage that came, and that went.
 _FREED, _MADE, _GONE = "lowtide::freed", "lowtide::made", "lowtide::gone"
+_PHASE = "lowtide::phase"
 _Step = tuple[int, str, int, int]
 """Time in ns, kind (``block`` or the name of a mark), address or serial number, bytes or address."""
 
@@ -59,6 +60,9 @@ class EventAccount:
     missed_bytes: int
     """Bytes of blocks that went back unseen, at an unknown time. Without a listening tracker, what is still
     alive at the end counts among them."""
+
+    phase_peaks: Mapping[int, int] = field(default_factory=dict[int, int])
+    """The highest of ``peak_bytes`` within each phase that ``mark_phase`` began, by its number."""
 
 
 class AllocatorEvents:
@@ -119,6 +123,11 @@ class _StaticMarks:
         """Nothing to do: the allocator reports it."""
 
 
+def mark_phase(number: int) -> None:
+    """Say that a phase begins, to an account that is open; without one nothing happens."""
+    _mark(_PHASE, number)
+
+
 def _mark(kind: str, number: int, address: int = 0) -> None:
     # Not torch.profiler.record_function, which runs an operator that selective contexts would see.
     with _RecordFunctionFast(f"{kind} {number} {address}"):
@@ -150,6 +159,8 @@ class _Ledger:
 
     def __init__(self, ignored: Collection[int] = ()) -> None:
         self.total = self.peak = 0
+        self.phase_peaks: dict[int, int] = {}
+        self._phase: int | None = None
         self.missed: dict[int, int] = {}
         self._ignored = ignored
         self._blocks: dict[int, tuple[int, int]] = {}
@@ -160,6 +171,13 @@ class _Ledger:
         if number not in self._ignored:
             self.total += change
             self.peak = max(self.peak, self.total)
+            if self._phase is not None:
+                self.phase_peaks[self._phase] = max(self.phase_peaks[self._phase], self.total)
+
+    def phase(self, number: int) -> None:
+        """A phase begins, with what is there."""
+        self._phase = number
+        self.phase_peaks[number] = max(self.phase_peaks.get(number, 0), self.total)
 
     def block(self, address: int, nbytes: int) -> None:
         """A block is handed out (bytes above zero) or taken back.
@@ -204,6 +222,7 @@ def settle(static_bytes: int, steps: Sequence[_Step]) -> EventAccount:
         certain_peak_bytes=static_bytes + certain.peak,
         end_bytes=whole.total,
         missed_bytes=sum(whole.missed.values()),
+        phase_peaks={number: static_bytes + peak for number, peak in whole.phase_peaks.items()},
     )
 
 
@@ -215,6 +234,8 @@ def _walk(steps: Iterable[_Step], ledger: _Ledger) -> _Ledger:
             ledger.add(-first)
         elif kind == _MADE:
             ledger.made(first, second)
+        elif kind == _PHASE:
+            ledger.phase(first)
         else:
             ledger.gone(first)
     ledger.close()

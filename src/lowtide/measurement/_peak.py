@@ -15,7 +15,7 @@ that the step before left behind are found through their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,6 +84,12 @@ class PeakMeter:
         """The result, once the context was left without an error."""
         assert self._peak is not None, "the peak is known once the step has ended"
         return self._peak
+
+    @property
+    def phase_peaks(self) -> Mapping[int, int]:
+        """By number of the phase, the events' peak within it: exact with one process, else an upper bound. CPU only."""
+        account = None if self._events is None else self._events.account
+        return {} if account is None else account.phase_peaks
 
     def __enter__(self) -> PeakMeter:
         if self._device.type == "cuda":

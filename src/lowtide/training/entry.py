@@ -34,6 +34,7 @@ from lowtide.training.loop import Outcome, Trainer, next_token_loss
 from lowtide.training.mesh import World, during, on_main, process_group
 from lowtide.training.model.forward import forward_logits
 from lowtide.training.out_of_memory import explain_out_of_memory
+from lowtide.training.profiling import profiler_of, write_operators
 from lowtide.training.run_folder import RunFolder, find_latest
 from lowtide.training.stopping import StopRequest, stop_on_signals
 from lowtide.training.summary import PeakRow, SavedRow, Summary, print_summary
@@ -188,7 +189,12 @@ class _Attempt:
         saved, saved_note = self._saved_bytes(built)
         trainer = Trainer(built, self.bus, checkpoints, progress=progress, saved=found is not None, stop=self.stop)
         self.outcome = trainer.outcome
+        profiler = profiler_of(config, built, self.folder.path, rank=self.world.rank)
+        if profiler is not None:
+            trainer.profiler = profiler
         summary = self._summary(built, trainer.train(), saved, saved_note)
+        if profiler is not None and self.world.is_main:
+            write_operators(profiler, self.folder.path)
         self.folder.update(summary=summary.as_json())
         self.folder.finish()
         self.bus.publish(RunEnded(status="done", steps=summary.steps, wall_s=summary.wall_s, summary=summary.as_json()))

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ from lowtide.training.optim import clip_gradients, set_learning_rate
 from lowtide.training.parallelize import gradient_sync
 from lowtide.training.stopping import StopRequest
 
-__all__ = ["Outcome", "Trainer", "next_token_loss"]
+__all__ = ["Outcome", "Profiler", "Trainer", "Unprofiled", "next_token_loss"]
 
 _MEASURED_STEP = 2
 _UNTIMED_STEPS = 2
@@ -55,6 +57,35 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+class Profiler(Protocol):
+    """Who is told where a step is, between entering and leaving."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+    @property
+    def phase(self) -> Callable[[str], AbstractContextManager[Any]]:
+        """What is around one phase of a step: data, forward, backward or optimizer."""
+        ...
+
+    def step(self) -> None:
+        """A step is over."""
+        ...
+
+
+class Unprofiled(nullcontext[None]):
+    """Nobody is told."""
+
+    @property
+    def phase(self) -> Callable[[str], AbstractContextManager[Any]]:
+        """Nothing."""
+        return nullcontext
+
+    def step(self) -> None:
+        """Nothing."""
+
+
 class Trainer:
     """Trains from a step to the last one."""
 
@@ -69,6 +100,8 @@ class Trainer:
         self._progress = progress
         self._stop = stop
         self._saved_step = progress.step if saved else None
+        self.profiler: Profiler = Unprofiled()
+        """Told of every phase and step."""
         self.outcome = Outcome(steps=progress.step)
 
     @property
@@ -83,13 +116,21 @@ class Trainer:
             NothingMatchedError: a rule of the policy matched no operator, on any rank.
         """
         steps, start = self._config.training.steps, self._progress.step
-        accumulation = self._config.training.grad_accumulation
         batches = self._built.data.batches(self._progress.samples // self._built.samples_per_batch)
         self._built.model.train()
         self._stop_if_asked()
+        with self.profiler:
+            self._steps(start, steps, batches)
+        self._evaluate(steps)
+        self._save()
+        return self.outcome
+
+    def _steps(self, start: int, steps: int, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        accumulation = self._config.training.grad_accumulation
         for step in range(start + 1, steps + 1):
             with during(f"step {step}"):
                 self._train_step(step, step - start, batches)
+            self.profiler.step()
             tokens = self._progress.tokens + self._built.tokens_per_batch * accumulation
             samples = self._progress.samples + self._built.samples_per_batch * accumulation
             self._progress = Progress(step, tokens, samples)
@@ -99,9 +140,6 @@ class Trainer:
             if _due(step, self._config.checkpoint.every):
                 self._save()
             self._stop_if_asked()
-        self._evaluate(steps)
-        self._save()
-        return self.outcome
 
     def _train_step(self, step: int, nth: int, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
         """Carry out one optimizer step, the nth of this attempt, and tell of it."""
@@ -127,18 +165,23 @@ class Trainer:
         """Run forward and backward for each micro-batch, then the optimizer; return loss and gradient norm."""
         built, accumulation = self._built, self._config.training.grad_accumulation
         total = torch.zeros((), device=self._device)
+        phase = self.profiler.phase
         for micro in range(accumulation):
-            inputs, targets = (t.to(self._device, non_blocking=True) for t in next(batches))
+            with phase("data"):
+                inputs, targets = (t.to(self._device, non_blocking=True) for t in next(batches))
             with gradient_sync(built.model, enabled=micro == accumulation - 1):
-                loss = next_token_loss(forward_logits(built.model, inputs), targets) / accumulation
-                built.parallelized.applied.check()
-                loss.backward()
+                with phase("forward"):
+                    loss = next_token_loss(forward_logits(built.model, inputs), targets) / accumulation
+                    built.parallelized.applied.check()
+                with phase("backward"):
+                    loss.backward()
             total += loss.detach()
-        norm = clip_gradients(built.model, max_norm=self._config.training.max_grad_norm)
-        factor = self._config.schedule.factor(step - 1, steps=self._config.training.steps)
-        set_learning_rate(built.optimizer, self._peak_rate() * factor)
-        built.optimizer.step()
-        built.optimizer.zero_grad(set_to_none=True)
+        with phase("optimizer"):
+            norm = clip_gradients(built.model, max_norm=self._config.training.max_grad_norm)
+            factor = self._config.schedule.factor(step - 1, steps=self._config.training.steps)
+            set_learning_rate(built.optimizer, self._peak_rate() * factor)
+            built.optimizer.step()
+            built.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
     def _peak_rate(self) -> float:

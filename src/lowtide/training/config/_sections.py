@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from lowtide.policy import EveryNthLayer, Full, NoPolicy, Rules, SelectiveOp, SomeLayers, named_policy
+from lowtide.policy import EveryNthLayer, Full, MemoryBudget, NoPolicy, Rules, SelectiveOp, SomeLayers, named_policy
 from lowtide.training.optim_kinds import ScheduleConfig
 from lowtide.training.parallelize_kinds import (
     DdpConfig,
@@ -88,6 +88,22 @@ class Checkpoint(Section):
     """How many checkpoints of the run are kept; older ones are deleted once a newer one is complete."""
 
 
+class Profile(Section):
+    """Which steps of the run are profiled: by operator and module, with a trace for Perfetto or Chrome."""
+
+    wait: int = Field(default=3, ge=2)
+    """Steps that pass first; in the second the peak is measured, for which the profiler must be free."""
+
+    warmup: int = Field(default=1, ge=0)
+    """Steps that run under the profiler and are not kept."""
+
+    active: int = Field(default=1, ge=1, le=100)
+    """Steps that are kept."""
+
+    trace: bool = True
+    """Whether each rank writes a Chrome trace beside its log, and on CUDA a memory snapshot."""
+
+
 class Logging(Section):
     """Where results go, and how often."""
 
@@ -126,9 +142,9 @@ class TrainConfig(Section):
     data: Annotated[Component, Family("data")]
     """Where batches come from. Batch sizes are per process."""
 
-    policy: Annotated[NoPolicy | Full | EveryNthLayer | SomeLayers | SelectiveOp | Rules, ByKind(), _BY_NAME] = (
-        NoPolicy()
-    )
+    policy: Annotated[
+        NoPolicy | Full | EveryNthLayer | SomeLayers | SelectiveOp | Rules | MemoryBudget, ByKind(), _BY_NAME
+    ] = NoPolicy()
     """Which activations are kept and which are recomputed in backward. Gradients stay the same, bit by bit. The name
     of a preset (`torchtitan`, `megatron_selective`, `save_attention`, `pointwise_only`) stands for its policy."""
 
@@ -155,6 +171,9 @@ class TrainConfig(Section):
 
     checkpoint: Checkpoint = Checkpoint()
     """When the training state is saved."""
+
+    profile: Profile | None = None
+    """Steps to profile. Left out: none; ``profile: {}`` takes the defaults."""
 
     logging: Logging = Field(default_factory=Logging)
     """Where results go, and how often."""
