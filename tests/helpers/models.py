@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.lazy_table: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, d = x.shape
+        batch, length, _ = x.shape
         q = self.q(x).view(batch, length, -1, self.head).transpose(1, 2)
         k = self.k(x).view(batch, length, -1, self.head).transpose(1, 2)
         v = self.v(x).view(batch, length, -1, self.head).transpose(1, 2)
@@ -82,7 +82,7 @@ class Attention(nn.Module):
             mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
             scores = (q @ k.transpose(-2, -1) * self.head**-0.5).masked_fill(~mask, float("-inf"))
             y = F.dropout(scores.softmax(-1), p, training=p > 0) @ v
-        return self.o(y.transpose(1, 2).reshape(batch, length, d))
+        return self.o(y.transpose(1, 2).reshape(batch, length, -1))
 
     def _table(self) -> Tensor:
         if self.table is not None:
