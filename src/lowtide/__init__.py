@@ -15,7 +15,7 @@
     records       OpTrace, Estimate: frozen values, JSON in and out                                     no torch
     run_record    RunRecord: what became of one run, or of one cell of a sweep                          no torch
     policy/       kinds (tagged union) · match (globs on FQNs) · resolve (policy + blocks -> recipes)   no torch
-    prediction/   hardware (the table of devices) · profiles · time · the memory of a step from traces                no torch
+    prediction/   hardware (the table of devices) · profiles · time · the memory of a step from traces  no torch
     ── torch starts here ──
     tracing/      one block's operators, or a whole training step, under fake tensors, as a target device would run them
     regions/      the only code that changes a model: discover · operators · apply and remove · recompute · replay
@@ -38,27 +38,32 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from lowtide.api import Applied, SavedBytes, apply, checkpoint_name, saved_bytes, trace
-    from lowtide.policy import EveryNthLayer, Full, NoPolicy, Rule, Rules, SelectiveOp, SomeLayers
-    from lowtide.records import Estimate, OpTrace
+    from lowtide.api import Applied, SavedBytes, TrainSetup, apply, checkpoint_name, estimate, measure, saved_bytes, trace
+    from lowtide.policy import EveryNthLayer, Full, MemoryBudget, NoPolicy, Rule, Rules, SelectiveOp, SomeLayers
+    from lowtide.records import Estimate, Measurement, OpTrace
     from lowtide.reports import load_runs
     from lowtide.run_record import RunRecord
 
 _HOMES = {
     "Applied": "lowtide.api",
     "SavedBytes": "lowtide.api",
+    "TrainSetup": "lowtide.api",
     "apply": "lowtide.api",
     "checkpoint_name": "lowtide.api",
+    "estimate": "lowtide.api",
+    "measure": "lowtide.api",
     "saved_bytes": "lowtide.api",
     "trace": "lowtide.api",
     "EveryNthLayer": "lowtide.policy",
     "Full": "lowtide.policy",
+    "MemoryBudget": "lowtide.policy",
     "NoPolicy": "lowtide.policy",
     "Rule": "lowtide.policy",
     "Rules": "lowtide.policy",
     "SelectiveOp": "lowtide.policy",
     "SomeLayers": "lowtide.policy",
     "Estimate": "lowtide.records",
+    "Measurement": "lowtide.records",
     "OpTrace": "lowtide.records",
     "RunRecord": "lowtide.run_record",
     "load_runs": "lowtide.reports",
@@ -69,6 +74,7 @@ __all__ = [
     "Estimate",
     "EveryNthLayer",
     "Full",
+    "MemoryBudget",
     "NoPolicy",
     "OpTrace",
     "Rule",
@@ -77,9 +83,12 @@ __all__ = [
     "SavedBytes",
     "SelectiveOp",
     "SomeLayers",
+    "TrainSetup",
     "apply",
     "checkpoint_name",
+    "estimate",
     "load_runs",
+    "measure",
     "saved_bytes",
     "trace",
 ]

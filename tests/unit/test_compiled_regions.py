@@ -13,6 +13,7 @@ from torch import nn
 import lowtide
 from lowtide.errors import NothingMatchedError, RefusedError, find_error
 from tests.helpers import families, law
+from tests.helpers.compiled import graphs_of
 from tests.helpers.families import FULL, both
 from tests.helpers.models import Spec
 
@@ -26,29 +27,8 @@ def _fresh_compiler():
 
 def _graphs(policy: Any, spec: Spec) -> tuple[list[Counter[str]], list[Counter[str]]]:
     """The operators of the compiled forward and backward graphs of one block."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    forward: list[Counter[str]] = []
-    backward: list[Counter[str]] = []
-
-    def keep(into: list[Counter[str]]) -> Any:
-        def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-            into.append(Counter(str(n.target) for n in graph.graph.nodes if n.op == "call_function"))
-            return make_boxed_func(graph.forward)
-
-        return compiler
-
-    backend = aot_autograd(
-        fw_compiler=keep(forward), bw_compiler=keep(backward), partition_fn=min_cut_rematerialization_partition
-    )
-    model = families.models.build(spec)
-    if policy is not None:
-        lowtide.apply(model, policy)
-    model.layers[0].compile(backend=backend, fullgraph=True)
-    families.spec_step(model, 0, spec=spec)
-    return forward, backward
+    forward, backward = graphs_of(policy, spec)
+    return [graph.counts for graph in forward], [graph.counts for graph in backward]
 
 
 MM = "aten.mm.default"

@@ -110,8 +110,8 @@ PARTS = {
         "rows_of", "to_csv", "to_frame", "to_parquet", "to_png", "write_page",
     ],
     "lowtide.sweeps": [
-        "Cell", "Finished", "LiveProgress", "PlainProgress", "Resolved", "Store", "SweepConfig", "Tally", "Watcher",
-        "estimate_cells", "plan_cells", "run_sweep",
+        "Cell", "Finished", "LiveProgress", "PlainProgress", "Resolved", "Store", "Submitted", "SweepConfig", "Tally",
+        "Watcher", "estimate_cells", "plan_cells", "run_sweep", "submit",
     ],
     "lowtide.training": ["LoadedConfig", "Summary", "TrainConfig", "load_config", "run"],
     "lowtide.training.config": [

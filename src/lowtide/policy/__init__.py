@@ -14,6 +14,7 @@ from lowtide.policy._kinds import (
     EveryNthLayer,
     Full,
     LayerPolicy,
+    MemoryBudget,
     NoPolicy,
     Policy,
     SaveRule,
@@ -23,7 +24,7 @@ from lowtide.policy._kinds import (
 )
 from lowtide.policy._match import Pattern, match_fqns
 from lowtide.policy._presets import named_policy, preset_names
-from lowtide.policy._resolve import Block, RegionRecipe, Resolution, expand, resolve
+from lowtide.policy._resolve import Block, RegionRecipe, Resolution, expand, resolve, rules_of
 from lowtide.policy._rules import Rule, Rules
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Full",
     "Keep",
     "LayerPolicy",
+    "MemoryBudget",
     "NoPolicy",
     "Pattern",
     "Policy",
@@ -50,4 +52,5 @@ __all__ = [
     "parse_policy",
     "preset_names",
     "resolve",
+    "rules_of",
 ]

@@ -116,16 +116,36 @@ class SelectiveOp(LayerPolicyBase):
         return as_patterns(value)
 
 
-Policy = Annotated[NoPolicy | Full | EveryNthLayer | SomeLayers | SelectiveOp | Rules, Field(discriminator="kind")]
+class MemoryBudget(LayerPolicyBase):
+    """Under ``torch.compile``: the compiler chooses what to keep, up to a fraction of what it would keep."""
+
+    kind: Literal["memory_budget"] = "memory_budget"
+
+    fraction: float = Field(gt=0, lt=1)
+    """Share of the activations that the compiler would save which it may save. Its own choice, graph by graph: this
+    setting holds for the blocks of this model only. Blocks with random operators are refused, since PyTorch's
+    gradients are wrong there."""
+
+    @model_validator(mode="after")
+    def _only_what_means_something(self) -> MemoryBudget:
+        for name in ("executor", "preserve_rng", "determinism"):
+            if getattr(self, name) != MemoryBudget.model_fields[name].default:
+                raise ValueError(f"`{name}` has no meaning here: the compiler carries a memory budget out")
+        return self
+
+
+Policy = Annotated[
+    NoPolicy | Full | EveryNthLayer | SomeLayers | SelectiveOp | Rules | MemoryBudget, Field(discriminator="kind")
+]
 """Any kind of policy, told apart by ``kind``."""
 
-LayerPolicy = Full | EveryNthLayer | SomeLayers | SelectiveOp | Rules
+LayerPolicy = Full | EveryNthLayer | SomeLayers | SelectiveOp | Rules | MemoryBudget
 """The kinds that make regions."""
 
 _ADAPTER: TypeAdapter[NoPolicy | LayerPolicy] = TypeAdapter(Policy)
 _MODELS: dict[str, type[BaseModel]] = {
     model.model_fields["kind"].default: model
-    for model in (NoPolicy, Full, EveryNthLayer, SomeLayers, SelectiveOp, Rules)
+    for model in (NoPolicy, Full, EveryNthLayer, SomeLayers, SelectiveOp, Rules, MemoryBudget)
 }
 _INNER: dict[str, type[BaseModel]] = {"policy.save.": SaveRule, "policy.rules.": Rule}
 

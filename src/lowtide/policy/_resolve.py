@@ -17,6 +17,7 @@ from lowtide.policy._kinds import (
     EveryNthLayer,
     Full,
     LayerPolicy,
+    MemoryBudget,
     NoPolicy,
     SelectiveOp,
     SomeLayers,
@@ -75,6 +76,9 @@ class RegionRecipe:
     strict: bool = False
     allow_inexact: bool = False
 
+    budget: float | None = None
+    """Share of its own choice that the compiler may save, where it chooses."""
+
     @property
     def fqn(self) -> str:
         """Name of the module that becomes the region."""
@@ -113,9 +117,15 @@ def rules_of(policy: LayerPolicy) -> tuple[Default, tuple[Rule, ...]]:
 
 
 def expand(policy: LayerPolicy, blocks: Sequence[Block]) -> Rules:
-    """Write a policy of any kind as ``rules``; the two resolve to the same regions on these blocks."""
+    """Write a policy as ``rules``; the two resolve to the same regions on these blocks.
+
+    Raises:
+        PolicyError: a memory budget, which leaves the choice to the compiler.
+    """
     if isinstance(policy, Rules):
         return policy
+    if isinstance(policy, MemoryBudget):
+        raise PolicyError("policy memory_budget: the compiler chooses, so there are no rules to write it as")
     default, rules = rules_of(policy)
     left_out = tuple(b.fqn for b in blocks if not _chooses(policy, b))
     spared = (Rule(layers=left_out, action="none"),) if left_out else ()
@@ -159,6 +169,7 @@ def resolve(policy: NoPolicy | LayerPolicy, blocks: Sequence[Block], inside: Ins
                     preserve_rng=policy.preserve_rng,
                     strict=policy.determinism == "strict",
                     allow_inexact=policy.allow_inexact,
+                    budget=policy.fraction if isinstance(policy, MemoryBudget) else None,
                 )
             )
     found.check()
@@ -180,7 +191,7 @@ def _chooses(policy: LayerPolicy, block: Block) -> bool:
             return block.index % share[1] < share[0]
         assert not isinstance(policy.checkpoint, str)
         return block.index in policy.checkpoint
-    assert isinstance(policy, Full | SelectiveOp | Rules)
+    assert isinstance(policy, Full | SelectiveOp | Rules | MemoryBudget)
     return True
 
 

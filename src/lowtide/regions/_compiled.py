@@ -33,7 +33,14 @@ class _Decider:
         if not ctx.is_recompute:
             self.witness.ran(func)
             if traits(func) & Trait.RANDOM and not self.plan.allow_inexact and draws(func, args, kwargs):
-                _refuse_under_inductor(func)
+                _refuse_random(func, budget=self.plan.budget is not None)
+        if self.plan.budget is not None:
+            if traits(func) & Trait.ROUTING:
+                raise RefusedError(
+                    f"{describe(func)} decides where tokens go, and under a memory budget the compiler may run it "
+                    "again, otherwise fused: it could decide twice. Leave these blocks out, or use another policy"
+                )
+            return CheckpointPolicy.PREFER_SAVE
         decision = self.plan.decide(func, self.calls[ctx.is_recompute], None)
         if decision.rule is None:
             if traits(func) & Trait.ROUTING:
@@ -45,7 +52,12 @@ class _Decider:
         return CheckpointPolicy.MUST_SAVE if decision.keep else CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _refuse_under_inductor(func: Any) -> None:
+def _refuse_random(func: Any, *, budget: bool) -> None:
+    if budget:
+        raise RefusedError(
+            f"{describe(func)} draws random numbers, and under a memory budget PyTorch may draw others when it runs "
+            "again: gradients would be wrong (pytorch issue 190758). Set dropout to 0, or use another kind of policy"
+        )
     frame = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch._inductor."):

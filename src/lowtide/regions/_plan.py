@@ -72,6 +72,8 @@ class Plan:
     preserve_rng: bool
     strict: bool
     allow_inexact: bool
+    budget: float | None = None
+    """Share of its own choice that the compiler may save, where it chooses."""
     broad: tuple[int, ...] = ()
     """Places of the rules on all operators of certain modules."""
     _candidates: dict[Any, tuple[int, ...]] = field(default_factory=dict)
@@ -239,6 +241,7 @@ def make_plan(recipe: RegionRecipe, where: Callable[[int], str]) -> tuple[Plan, 
         preserve_rng=recipe.preserve_rng,
         strict=recipe.strict,
         allow_inexact=recipe.allow_inexact,
+        budget=recipe.budget,
         broad=tuple(broad),
     )
     return plan, hidden

@@ -25,6 +25,11 @@ def refuse_impossible(model: nn.Module, recipe: RegionRecipe, module: nn.Module)
             f"{fqn}: torch.nn.DataParallel copies modules at every call, and a copy would run the original's region; "
             "use DistributedDataParallel or fully_shard"
         )
+    if recipe.budget is not None and not hasattr(torch.autograd.graph, "region_activation_memory_budget"):
+        raise RefusedError(
+            f"{fqn}: torch {torch.__version__} has no budget for one graph (it came with 2.13), and a process-wide "
+            "one would reach other models. Use another kind of policy, or a newer torch"
+        )
     _refuse_other_checkpointing(model, fqn, module)
     if recipe.selects:
         _refuse_compiled_inside(fqn, module)

@@ -123,6 +123,8 @@ class Region:
     @property
     def executor(self) -> str:
         """What carries the region out in eager code; a compiled block is carried out by the compiler."""
+        if self.recipe.budget is not None:
+            return "compile"
         return "replay" if self._wants_replay and not self.not_replayed else "recompute"
 
     @property
@@ -138,6 +140,8 @@ class Region:
             return f"not replayed: {next(iter(self.not_replayed.values()))}"
         if self.plan.offloads and self.policy.executor == "replay":
             return "not replayed: the policy offloads, which recompute carries out"
+        if self.recipe.budget is not None:
+            return "the compiler chooses"
         if self.policy.executor != "auto":
             return "asked for"
         return "saves what backward needs, and nothing else" if self._wants_replay else "by default"
@@ -170,6 +174,11 @@ class Region:
                 f"region {self.fqn} runs inside torch.func (vmap, grad, jvp ...), where saved tensors cannot be "
                 "replaced: call remove() on what lowtide.apply returned, or take the transform off this model"
             )
+        if self.recipe.budget is not None:
+            raise RefusedError(
+                f"region {self.fqn}: a memory budget is for compiled blocks, and this one runs eagerly: nothing would "
+                "be done. Compile it (`compile: true`, or block.compile() after lowtide.apply), or use another policy"
+            )
         return self._run(module, args, kwargs)
 
     def _trace(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,6 +188,13 @@ class Region:
         def body(*args: Any, **kwargs: Any) -> Any:
             return type(module).forward(module, *args, **kwargs) if replaced is None else replaced(*args, **kwargs)
 
+        if self.recipe.budget is not None:
+            # One budget for each graph, and nothing process-wide (torch 2.13 and later).
+            with torch.autograd.graph.region_activation_memory_budget(self.recipe.budget):
+                return self._checkpointed(body, args, kwargs)
+        return self._checkpointed(body, args, kwargs)
+
+    def _checkpointed(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return checkpoint(
             body,
             *args,

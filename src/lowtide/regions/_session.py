@@ -163,4 +163,4 @@ class Session:
 
 
 def _plan_key(recipe: RegionRecipe) -> Any:
-    return recipe.default, recipe.rules, recipe.preserve_rng, recipe.strict, recipe.allow_inexact
+    return recipe.default, recipe.rules, recipe.preserve_rng, recipe.strict, recipe.allow_inexact, recipe.budget
