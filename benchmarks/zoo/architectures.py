@@ -226,7 +226,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "swin": _image(
         "Swin",
         32,
-        part="**.intermediate",
+        part="**.mlp",
         image_size=32,
         patch_size=2,
         embed_dim=16,
