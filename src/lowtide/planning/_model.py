@@ -2,35 +2,36 @@
 
 The step is a list of *moments*. In the backward of layer i alive are what no choice changes then (``base``), what the
 layers before it hold, and what it needs itself; at the head, what all layers hold; some moments (the optimizer) depend
-on no choice. Consecutive layers of one kind under a straight line of bases are a *run*, and a run only has to say how
-many layers take each choice: among equal layers one order is never worse than another. With ``g`` bytes of gradients
-appearing for each layer that backward passes, first come the choices that hold at most ``g``, those that need least
-first, then the others, those of the largest transient first (Johnson's order; an exchange of neighbours shows it).
-So the integer program has two unknowns for each choice of each run, whatever the number of layers.
+on no choice. So, layer by layer in the order of forward, all that matters of the choices made so far is how much they
+hold and how long they recompute: a *label*. A label that holds no less and takes no less than another is dropped, and
+so is one that cannot become faster than the best answer known: the layers that follow take at least the time of
+a problem without whole numbers, whose answer is read off the lower convex hulls of their choices, merged by slope.
 
-Exact over the given choices: SciPy's HiGHS proves its answer to a ten-thousandth of the time, or says how far the proof
-came within its seconds (``Assigned.bound_ns``). What it returns is counted again here.
+Exact. Where labels become very many only the most promising go on, and the least time that a dropped one could have
+had is kept: no answer is faster than ``Assigned.bound_ns``. A first pass with few labels finds the answer to beat.
+
+Source: dynamic programming for the multiple-choice knapsack problem with bounds (Dyer, Riha and Walker 1995, A hybrid
+dynamic programming/branch-and-bound algorithm for the multiple-choice knapsack problem).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+from numpy.typing import NDArray
 
 __all__ = ["Assigned", "Choice", "Kind", "Step", "assign", "least_peak", "peak_of"]
 
-_MOST_CHOICES = 160
-_MOST_CUTS = 12
-_GAP = 1e-4
-_SECONDS = 8.0
-_INFEASIBLE = 2
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_FIRST_LABELS = 400
+_MOST_LABELS = 6_000
 
 
 @dataclass(frozen=True)
@@ -100,196 +101,179 @@ def peak_of(step: Step, chosen: Sequence[int]) -> tuple[int, str]:
     return (held + step.head_bytes, "head") if held + step.head_bytes > peak else (peak, where)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Consecutive layers of one kind, and a straight line at or above their bases."""
-
-    kind: int
-    first: int
-    count: int
-    base: int
-    """At the first layer."""
-    slope: int
-    """How much less it is at each layer that follows."""
-    order: tuple[int, ...]
-    """Numbers of the choices, in the order in which layers take them."""
-
-
-def _runs(step: Step) -> list[_Run]:
-    found: list[_Run] = []
-    first = 0
-    for i in range(1, len(step.layers) + 1):
-        if i < len(step.layers) and step.layers[i] == step.layers[first] and _straight(step.base_bytes[first : i + 1]):
-            continue
-        base, count = step.base_bytes[first], i - first
-        slope = base - step.base_bytes[first + 1] if count > 1 else 0
-        found.append(_Run(step.layers[first], first, count, base, slope, _order(step.kinds[step.layers[first]], slope)))
-        first = i
-    return found
-
-
-def _straight(bases: Sequence[int]) -> bool:
-    steps = [a - b for a, b in pairwise(bases)]
-    return max(steps) == min(steps)
-
-
-def _order(kind: Kind, slope: int) -> tuple[int, ...]:
-    def key(i: int) -> tuple[bool, int]:
-        choice = kind.choices[i]
-        grows = choice.held_bytes > slope
-        return grows, -choice.transient_bytes if grows else choice.held_bytes + choice.transient_bytes
-
-    return tuple(sorted(_thinned(kind.choices), key=key))
-
-
-def _thinned(choices: Sequence[Choice]) -> list[int]:
-    """Leave out choices where there are very many: the fastest of each stretch of bytes stay, and the smallest."""
-    order = sorted(range(len(choices)), key=lambda i: choices[i].held_bytes)
-    if len(order) <= _MOST_CHOICES:
-        return order
-    span = max(choices[order[-1]].held_bytes - choices[order[0]].held_bytes, 1)
-    stretches = {(choices[i].held_bytes - choices[order[0]].held_bytes) * (_MOST_CHOICES - 2) // span: i for i in order}
-    lowest = min(order, key=lambda i: choices[i].held_bytes + choices[i].transient_bytes)
-    return sorted({order[0], lowest, *stretches.values()}, key=lambda i: choices[i].held_bytes)
-
-
-class _Program:
-    """The integer program: how many layers of each run take each choice (``many``), and whether any does (``used``)."""
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        self.runs = _runs(step)
-        self.starts = [0]
-        for run in self.runs:
-            self.starts.append(self.starts[-1] + len(run.order))
-        self.count = self.starts[-1]
-        self.columns = 2 * self.count + 1
-        """``many`` of all, ``used`` of all, and the peak."""
-        self.unit = max(1.0, self._largest() / 1e6)
-        self.entries: list[tuple[int, int, float]] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-        self._write()
-
-    def _largest(self) -> float:
-        return float(
-            max(self.step.base_bytes, default=0)
-            + self.step.head_bytes
-            + sum(max(c.held_bytes + c.transient_bytes for c in self.step.kinds[k].choices) for k in self.step.layers)
-        )
-
-    def choice(self, run: _Run, place: int) -> Choice:
-        return self.step.kinds[run.kind].choices[run.order[place]]
-
-    def row(self, terms: Iterable[tuple[int, float]], low: float, high: float) -> None:
-        self.entries += [(len(self.low), column, value) for column, value in terms if value]
-        self.low.append(low)
-        self.high.append(high)
-
-    def _write(self) -> None:
-        before: list[tuple[int, float]] = []
-        for run, start in zip(self.runs, self.starts, strict=False):
-            places = range(len(run.order))
-            self.row([(start + p, 1.0) for p in places], run.count, run.count)
-            earlier = list(before)
-            for p in places:
-                self.row([(self.count + start + p, run.count), (start + p, -1.0)], 0, np.inf)
-                self._moments(run, start, p, earlier)
-                # A layer holds its bytes, and one gradient less is there at the next.
-                earlier.append((start + p, (self.choice(run, p).held_bytes - run.slope) / self.unit))
-            before += [(start + p, self.choice(run, p).held_bytes / self.unit) for p in places]
-        peak = (self.columns - 1, -1.0)
-        self.row([*before, peak], -np.inf, -self.step.head_bytes / self.unit)
-
-    def _moments(self, run: _Run, start: int, p: int, earlier: list[tuple[int, float]]) -> None:
-        """The first and the last layer that take a choice, where one does."""
-        choice = self.choice(run, p)
-        needs = run.base + choice.held_bytes + choice.transient_bytes
-        # All layers together stay under the peak less the head: where no layer takes this choice, that is enough.
-        slack = (needs - self.step.head_bytes + max(-run.slope, 0) * run.count) / self.unit
-        if slack <= 0:
-            return
-        used, peak = (self.count + start + p, slack), (self.columns - 1, -1.0)
-        room = slack - needs / self.unit
-        self.row([*earlier, used, peak], -np.inf, room)
-        net = (choice.held_bytes - run.slope) / self.unit
-        if net > 0:
-            self.row([*earlier, (start + p, net), used, peak], -np.inf, room + net)
-
-    def solve(self, cost: np.ndarray, limit: float) -> Any:
-        rows, places, values = zip(*self.entries, strict=True)
-        matrix = csr_array((values, (rows, places)), shape=(len(self.low), self.columns))
-        integrality = np.ones(self.columns)
-        integrality[-1] = 0
-        upper = np.concatenate([np.full(self.count, np.inf), np.ones(self.count), [limit / self.unit]])
-        low, high, least, most = (
-            _any(v) for v in (np.array(self.low), np.array(self.high), np.zeros(self.columns), upper)
-        )
-        return milp(
-            cost,
-            integrality=integrality,
-            bounds=Bounds(least, most),
-            constraints=LinearConstraint(matrix, low, high),
-            options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
-        )
-
-    def assignment(self, x: Any) -> tuple[int, ...]:
-        chosen: list[int] = []
-        for run, start in zip(self.runs, self.starts, strict=False):
-            for p, number in enumerate(run.order):
-                chosen += [number] * round(x[start + p])
-        return tuple(chosen)
-
-    def costs(self) -> np.ndarray:
-        cost = np.zeros(self.columns)
-        for run, start in zip(self.runs, self.starts, strict=False):
-            for p in range(len(run.order)):
-                cost[start + p] = self.choice(run, p).recompute_ns / 1000
-        return cost
-
-
-def _any(value: Any) -> Any:
-    return value
-
-
 def assign(step: Step, limit_bytes: int) -> Assigned | None:
     """Return the fastest choice for each layer under a limit; None where there is none."""
     if max(step.fixed_bytes, step.head_bytes) > limit_bytes:
         return None
-    if not step.layers:
-        return Assigned((), 0, 0)
-    program = _Program(step)
-    limit, bound = limit_bytes, 0
-    for _ in range(_MOST_CUTS):
-        found = program.solve(program.costs(), limit)
-        if found.status == _INFEASIBLE:
-            return None
-        bound = bound or math.ceil((found.mip_dual_bound or 0) * 1000 - 1)
-        if found.x is None:
-            break
-        chosen = program.assignment(found.x)
-        over = peak_of(step, chosen)[0] - limit_bytes
-        if over <= 0:
-            return _assigned(step, chosen, bound)
-        # The solver lets a millionth part through; ask for that much less.
-        limit -= over
+    search = _Search(step, limit_bytes)
+    first = search.run(_FIRST_LABELS, None)
+    if first.chosen is not None and first.dropped >= first.time:
+        return Assigned(first.chosen, first.time, first.time)
+    second = search.run(_MOST_LABELS, first.time if first.chosen is not None else None)
+    best = second if second.chosen is not None else first
+    if best.chosen is None:
+        # Few labels may have lost the way; the least peak has its own search.
+        return _from_least_peak(step, limit_bytes)
+    return Assigned(best.chosen, best.time, max(0, min(best.time, second.dropped)))
+
+
+def _from_least_peak(step: Step, limit_bytes: int) -> Assigned | None:
     chosen = least_peak(step)
-    return _assigned(step, chosen, bound) if peak_of(step, chosen)[0] <= limit_bytes else None
-
-
-def _assigned(step: Step, chosen: tuple[int, ...], bound_ns: int) -> Assigned:
+    if peak_of(step, chosen)[0] > limit_bytes:
+        return None
     picked = zip(step.layers, chosen, strict=True)
-    time = sum(step.kinds[kind].choices[pick].recompute_ns for kind, pick in picked)
-    return Assigned(chosen, time, min(max(bound_ns, 0), time))
+    return Assigned(chosen, sum(step.kinds[kind].choices[pick].recompute_ns for kind, pick in picked), 0)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    chosen: tuple[int, ...] | None
+    time: int
+    dropped: int
+    """The least time that a dropped label could have come to."""
+
+
+class _Arrays:
+    """The choices of one kind, as arrays, and their lower convex hull from the smallest on."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.held = np.array([c.held_bytes for c in kind.choices], dtype=np.int64)
+        self.high = self.held + np.array([c.transient_bytes for c in kind.choices], dtype=np.int64)
+        self.time = np.array([c.recompute_ns for c in kind.choices], dtype=np.int64)
+        hull: list[tuple[int, int]] = []
+        for point in sorted({(int(h), int(t)) for h, t in zip(self.held, self.time, strict=True)}):
+            if hull and point[1] >= hull[-1][1]:
+                continue
+            while len(hull) > 1 and _above(hull[-2], hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        self.least = hull[0]
+        self.steps = [(b[0] - a[0], a[1] - b[1]) for a, b in pairwise(hull)]
+        """(bytes more, nanoseconds less) along the hull."""
+
+
+def _above(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> bool:
+    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+
+
+class _Bound:
+    """The least time of some layers for the bytes that they may hold, without whole numbers."""
+
+    def __init__(self, arrays: Sequence[_Arrays], counts: Counter[int]) -> None:
+        steps = [(held * n, time * n) for kind, n in counts.items() for held, time in arrays[kind].steps]
+        steps.sort(key=lambda s: -s[1] / s[0])
+        least = sum(arrays[kind].least[0] * n for kind, n in counts.items())
+        most = sum(arrays[kind].least[1] * n for kind, n in counts.items())
+        self.held: Floats = np.cumsum([least, *(s[0] for s in steps)], dtype=np.float64)
+        self.time: Floats = np.cumsum([most, *(-s[1] for s in steps)], dtype=np.float64)
+
+    def __call__(self, room: Floats) -> Floats:
+        return np.interp(room, self.held, self.time, left=np.inf)
+
+
+class _Search:
+    """Labels from the first layer to the last."""
+
+    def __init__(self, step: Step, limit: int) -> None:
+        self.step, self.limit = step, limit
+        self.arrays = [_Arrays(kind) for kind in step.kinds]
+        self.bounds = [self._bounds(i) for i in range(len(step.layers) + 1)]
+
+    def _bounds(self, start: int) -> list[tuple[int, _Bound]]:
+        """For the layers from ``start`` on: (bytes that all before a moment may hold, least time up to it)."""
+        step = self.step
+        found: list[tuple[int, _Bound]] = []
+        counts: Counter[int] = Counter()
+        for i in range(start, len(step.layers)):
+            last_of_run = i + 1 == len(step.layers) or step.layers[i + 1] != step.layers[i]
+            turns = last_of_run or step.base_bytes[i + 1] > step.base_bytes[i]
+            if counts and turns:
+                room = self.limit - step.base_bytes[i] - int(self.arrays[step.layers[i]].high.min())
+                found.append((room, _Bound(self.arrays, counts)))
+            counts[step.layers[i]] += 1
+        found.append((self.limit - step.head_bytes, _Bound(self.arrays, counts)))
+        return found
+
+    def _rest(self, start: int, held: Ints) -> Floats:
+        """Return the least time that the layers from ``start`` on can take."""
+        found = np.zeros(len(held))
+        for room, bound in self.bounds[start]:
+            found = np.maximum(found, bound((room - held).astype(np.float64)))
+        return found
+
+    def run(self, most: int, beat: int | None) -> _Answer:
+        """Go through the layers with at most so many labels; ``beat`` is a time that is known already."""
+        held = time = np.zeros(1, dtype=np.int64)
+        trail: list[tuple[Ints, Ints]] = []
+        dropped = np.inf
+        for i, kind in enumerate(self.step.layers):
+            arrays = self.arrays[kind]
+            fits = held[:, None] + arrays.high[None, :] <= self.limit - self.step.base_bytes[i]
+            parent, pick = np.nonzero(fits)
+            held, time = held[parent] + arrays.held[pick], time[parent] + arrays.time[pick]
+            least = time + self._rest(i + 1, held)
+            # A whole nanosecond is the least difference there is.
+            keep = np.isfinite(least) if beat is None else least <= beat - 0.5
+            chosen = np.nonzero(keep)[0][_undominated(held[keep], time[keep])]
+            if len(chosen) > most:
+                chosen, lost = _promising(chosen, held, least, most)
+                dropped = min(dropped, lost)
+            held, time = held[chosen], time[chosen]
+            trail.append((parent[chosen], pick[chosen]))
+            if not len(held):
+                break
+        bound = beat if not np.isfinite(dropped) and beat is not None else dropped
+        if not len(held):
+            return _Answer(None, beat or 0, _whole(bound))
+        best = int(np.argmin(time))
+        return _Answer(_walk_back(trail, best), int(time[best]), _whole(min(dropped, float(time[best]))))
+
+
+def _whole(value: Any) -> int:
+    return int(np.ceil(value - 0.5)) if np.isfinite(value) else 2**62
+
+
+def _undominated(held: Ints, time: Ints) -> Ints:
+    order = np.lexsort((time, held))
+    sorted_time = time[order]
+    before = np.concatenate([[np.iinfo(np.int64).max], np.minimum.accumulate(sorted_time)[:-1]])
+    return order[sorted_time < before]
+
+
+def _promising(chosen: Ints, held: Ints, least: Floats, most: int) -> tuple[Ints, float]:
+    """Keep the labels of the least possible times, and of each stretch of bytes one; and say what the others had."""
+    by_least = chosen[np.argsort(least[chosen], kind="stable")]
+    span = max(int(held[chosen].max() - held[chosen].min()), 1)
+    stretch = (held[by_least] - held[chosen].min()) * (most // 4) // span
+    _, first = np.unique(stretch, return_index=True)
+    stays = np.zeros(len(by_least), dtype=bool)
+    stays[: most - len(first)] = True
+    stays[first] = True
+    return by_least[stays], float(least[by_least[~stays]].min(initial=np.inf))
+
+
+def _walk_back(trail: Sequence[tuple[Ints, Ints]], end: int) -> tuple[int, ...]:
+    found: list[int] = []
+    for parent, pick in reversed(trail):
+        found.append(int(pick[end]))
+        end = int(parent[end])
+    return tuple(reversed(found))
 
 
 def least_peak(step: Step) -> tuple[int, ...]:
-    """Return for each layer the choice with which the peak is the least, to a ten-thousandth."""
-    if not step.layers:
-        return ()
-    program = _Program(step)
-    cost = np.zeros(program.columns)
-    cost[-1] = 1.0
-    found = program.solve(cost, np.inf)
-    assert found.x is not None, "without a limit there is always a choice"
-    return program.assignment(found.x)
+    """Return for each layer the choice with which the peak is the least: labels of bytes held and highest moment."""
+    held = np.zeros(1, dtype=np.int64)
+    peak = np.full(1, step.fixed_bytes, dtype=np.int64)
+    trail: list[tuple[Ints, Ints]] = []
+    arrays = [_Arrays(kind) for kind in step.kinds]
+    for i, kind in enumerate(step.layers):
+        own = arrays[kind]
+        highest = np.maximum(peak[:, None], held[:, None] + own.high[None, :] + step.base_bytes[i])
+        after = held[:, None] + own.held[None, :]
+        chosen = _undominated(after.ravel(), highest.ravel())
+        if len(chosen) > _MOST_LABELS:
+            chosen = chosen[np.linspace(0, len(chosen) - 1, _MOST_LABELS).astype(np.int64)]
+        held, peak = after.ravel()[chosen], highest.ravel()[chosen]
+        trail.append((chosen // len(own.held), chosen % len(own.held)))
+    best = int(np.argmin(np.maximum(peak, held + step.head_bytes)))
+    return _walk_back(trail, best)
