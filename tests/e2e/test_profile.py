@@ -67,6 +67,7 @@ def test_a_step_is_told_by_phase_operator_and_module_and_its_peak_is_the_trainin
     }
 
 
+@pytest.mark.full
 def test_the_forward_alone_has_no_backward(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(BASE)
     arguments = ["--phase", "forward", "--data", "config", "--repeats", "1", "--warmup", "0", "--no-trace"]

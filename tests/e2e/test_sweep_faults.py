@@ -148,6 +148,7 @@ class _Told:
 
 
 def _run(folder, cells, *, resume=False, **fields):
+    folder.mkdir(exist_ok=True)
     sweep = sweep_of(cells, **fields)
     told = _Told()
     planned = plan(sweep, folder)
@@ -254,3 +255,37 @@ def test_one_sweep_at_a_time_has_the_folder(here):
     store.close()
     with pytest.raises(InputError, match="go on with --resume"):
         Store(here / "sweep").open("stubs", cells, resume=False)
+
+
+def test_as_an_array_job_every_cell_is_a_job_and_has_the_same_record(here):
+    pytest.importorskip("submitit", reason="needs submitit")
+    from lowtide.sweeps import submit
+
+    cells = [{"do": "ok"}, {"do": "raise"}, {"do": "killed"}]
+    sweep = sweep_of(cells)
+    planned = plan(sweep, here)
+    submitted = submit(sweep, planned, here / "sweep", command=COMMAND, cluster="local")
+    assert len(submitted.job_ids) == 3
+    done = submitted.wait()
+    submitted.close()
+    assert [(r.status, r.reason) for r in done.records.values()] == [EXPECTED[c["do"]] for c in cells]
+    assert done.exit_code == 1
+    plain, _ = _run(here / "plain", cells)
+    assert [facts(r) for r in plain.records.values()] == [facts(r) for r in done.records.values()]
+    again = submit(sweep, planned, here / "sweep", command=COMMAND, cluster="local", resume=True)
+    assert again.job_ids == []
+    again.close()
+
+
+def test_a_cell_that_a_job_runs_is_left_alone(here):
+    from lowtide.errors import InputError
+    from lowtide.sweeps import Store
+
+    sweep = sweep_of([{"do": "ok"}])
+    (cell,) = plan(sweep, here)
+    (here / "sweep" / "cells").mkdir(parents=True)
+    job = Store(here / "sweep", job="node7 job 12")
+    job.prepare(cell, 1)
+    job.note_running(cell, "mark", here / "scratch")
+    with pytest.raises(InputError, match="runs in node7 job 12"):
+        _run(here, [{"do": "ok"}], resume=True)

@@ -7,14 +7,14 @@ import json as json_text
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from lowtide.cli._answer import Answer, Json
 
 if TYPE_CHECKING:
-    from lowtide.sweeps import Cell, Finished, Resolved, SweepConfig
+    from lowtide.sweeps import Cell, Finished, Resolved, Submitted, SweepConfig
 
 __all__ = ["sweep"]
 
@@ -31,6 +31,19 @@ def sweep(
     estimate: Annotated[
         bool, Parameter(negative=(), help="Only say what peak every cell will have; nothing is trained.")
     ] = False,
+    slurm: Annotated[
+        bool, Parameter(negative=(), help="Submit an array job, one job for each cell, and return (lowtide[slurm]).")
+    ] = False,
+    cluster: Annotated[
+        Literal["slurm", "local"], Parameter(help="For --slurm: 'local' runs the jobs on this machine, to try it out.")
+    ] = "slurm",
+    option: Annotated[
+        tuple[str, ...],
+        Parameter(
+            negative=(), help="For --slurm: NAME=VALUE for submitit, such as gpus_per_node=8, slurm_partition=a."
+        ),
+    ] = (),
+    wait: Annotated[bool, Parameter(negative=(), help="For --slurm: wait until every job has ended.")] = False,
     json: Json = False,
 ) -> Answer:
     """Run every cell of a grid in processes of its own, and record what became of it.
@@ -40,7 +53,19 @@ def sweep(
     settings, cells, folder = read_sweep(file)
     if estimate:
         return _priced(settings, cells, json=json)
-    done = _run(settings, cells, folder, resume=resume, json=json)
+    if slurm:
+        submitted = _submit(settings, cells, folder, cluster, option, resume=resume)
+        if not wait:
+            submitted.close()
+            return _handed_over(settings, submitted.job_ids, folder, json=json)
+        done = submitted.wait()
+        submitted.close()
+    else:
+        done = _run(settings, cells, folder, resume=resume, json=json)
+    return _finished(settings, cells, folder, done, json=json)
+
+
+def _finished(settings: SweepConfig, cells: Sequence[Cell], folder: Path, done: Finished, *, json: bool) -> Answer:
     rows = [_row(cell, done) for cell in cells]
     document = {
         "sweep": settings.name,
@@ -76,6 +101,34 @@ def read_sweep(file: Path) -> tuple[SweepConfig, list[Cell], Path]:
         below = load_config(base, _overrides(settings.settings)).resolved
     cells = plan_cells(settings, below, lambda own: _resolve(base, own))
     return settings, cells, Path(settings.directory) / settings.name
+
+
+def _submit(
+    settings: SweepConfig,
+    cells: Sequence[Cell],
+    folder: Path,
+    cluster: Literal["slurm", "local"],
+    options: Sequence[str],
+    *,
+    resume: bool,
+) -> Submitted:
+    from lowtide.errors import UserError
+    from lowtide.sweeps import submit
+
+    told: dict[str, Any] = {}
+    for text in options:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UserError(f"--option {text}: write NAME=VALUE")
+        told[name] = int(value) if value.isdecimal() else value
+    return submit(settings, cells, folder, command=_TRAIN, cluster=cluster, options=told, resume=resume)
+
+
+def _handed_over(settings: SweepConfig, jobs: list[str], folder: Path, *, json: bool) -> Answer:
+    text = f"{len(jobs)} jobs were submitted" + (f": {jobs[0]} to {jobs[-1]}" if jobs else ", nothing is missing")
+    lines = [text, f"records: {folder}   what is there: lowtide report {folder}"]
+    document = {"sweep": settings.name, "folder": str(folder), "jobs": jobs}
+    return Answer(document, text="\n".join(lines), json=json)
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:
@@ -154,7 +207,9 @@ def _priced(settings: SweepConfig, cells: Sequence[Cell], *, json: bool) -> Answ
     from lowtide.units import format_bytes
 
     found = estimate_cells(cells, {})
-    rows: list[dict[str, Any]] = [{"id": cell.key, "label": cell.label, **_price(found.get(cell.key, {}))} for cell in cells]
+    rows: list[dict[str, Any]] = [
+        {"id": cell.key, "label": cell.label, **_price(found.get(cell.key, {}))} for cell in cells
+    ]
     lines = [f"{settings.name}: {len(cells)} cells, nothing is trained"]
     for row in rows:
         peak = row["predicted_peak_bytes"]

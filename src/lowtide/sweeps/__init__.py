@@ -13,6 +13,7 @@
     _store     the folder: one record per cell, whole or absent; what a kill leaves is cleared
     _estimates the peaks of all cells before the first one runs, from one child
     _run       the loop: prune, start, retry, record, stop
+    _array     the same as an array job of a scheduler, one job for each cell
     _progress  a live table, or lines
 
 The caller says how a config is read and what command trains (``cli/sweep_cmd.py``): the trainer is a program here.
@@ -20,6 +21,7 @@ The caller says how a config is read and what command trains (``cli/sweep_cmd.py
 
 from __future__ import annotations
 
+from lowtide.sweeps._array import Submitted, submit
 from lowtide.sweeps._config import SweepConfig
 from lowtide.sweeps._estimates import estimate_cells
 from lowtide.sweeps._plan import Cell, Resolved, plan_cells
@@ -34,10 +36,12 @@ __all__ = [
     "PlainProgress",
     "Resolved",
     "Store",
+    "Submitted",
     "SweepConfig",
     "Tally",
     "Watcher",
     "estimate_cells",
     "plan_cells",
     "run_sweep",
+    "submit",
 ]

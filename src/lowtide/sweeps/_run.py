@@ -29,7 +29,7 @@ from lowtide.sweeps._plan import Cell, larger_than
 from lowtide.sweeps._store import CELL_FILE, Store
 from lowtide.system.run_state import now_text
 
-__all__ = ["Finished", "Watcher", "run_sweep"]
+__all__ = ["Finished", "SweepRun", "Watcher", "finished", "predict", "run_sweep"]
 
 _POLL_S = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -82,19 +82,31 @@ class _Running:
 
 
 @dataclass
-class _Sweep:
+class SweepRun:
+    """Runs cells; knows which are due and which are pruned."""
+
     sweep: SweepConfig
     cells: Sequence[Cell]
     store: Store
     command: Sequence[str]
-    watcher: Watcher
+    watcher: Watcher | None
     predicted: Mapping[str, Predicted]
     records: dict[str, RunRecord]
     running: list[_Running] = field(default_factory=list[_Running])
 
     def go(self, asked: Sequence[int]) -> str | None:
         """Run what is missing; return the name of the signal that ended it early."""
-        pending = deque(cell for cell in self.cells if self._is_due(cell))
+        return self._run(deque(cell for cell in self.cells if self.is_due(cell)), asked)
+
+    def go_alone(self, cell: Cell) -> None:
+        """Run one cell to its record, in a process that has no other."""
+        with _signals() as asked:
+            try:
+                self._run(deque([cell]), asked)
+            finally:
+                self.abandon()
+
+    def _run(self, pending: deque[Cell], asked: Sequence[int]) -> str | None:
         free = list(range(self.sweep.at_once))
         while (pending or self.running) and not asked:
             while free and pending and not asked:
@@ -118,7 +130,8 @@ class _Sweep:
             self.store.abandon(each.cell)
         self.running.clear()
 
-    def _is_due(self, cell: Cell) -> bool:
+    def is_due(self, cell: Cell) -> bool:
+        """Whether a cell has no record yet, or one that does not stay."""
         record = self.records.get(cell.key)
         if record is None:
             return True
@@ -153,7 +166,8 @@ class _Sweep:
         directory = f"run.directory={json.dumps(str(folder.parent.resolve()))}"
         command = [*self.command, str(folder.parent / CELL_FILE)]
         command += ["--set", directory, "--experiment-id", folder.name, "--json"]
-        self.watcher.started(cell, number)
+        if self.watcher is not None:
+            self.watcher.started(cell, number)
         child = Child(command, folder, settings, mark, scratch)
         first = len(before) if first is None else first
         self.running.append(_Running(cell, child, place, number, folder, now_text(), before, first))
@@ -211,7 +225,8 @@ class _Sweep:
     def _record(self, cell: Cell, record: RunRecord) -> None:
         self.store.write(cell, record, keep_checkpoints=self.sweep.keep_checkpoints)
         self.records[cell.key] = record
-        self.watcher.ended(cell, record)
+        if self.watcher is not None:
+            self.watcher.ended(cell, record)
 
     def _stop(self, asked: Sequence[int]) -> None:
         """Let what runs save and end; a second Ctrl-C, or the end of the grace, kills it."""
@@ -258,9 +273,9 @@ def run_sweep(
     with _signals() as asked:
         store.open(sweep.name, cells, resume=resume)
         try:
-            predicted = {} if estimate is None else _predict(store, cells, estimate)
+            predicted = {} if estimate is None else predict(store, cells, estimate)
             known = store.records(cells)
-            job = _Sweep(sweep, cells, store, command, watcher, predicted, known)
+            job = SweepRun(sweep, cells, store, command, watcher, predicted, known)
             try:
                 interrupted = job.go(asked)
             except OSError as error:
@@ -272,20 +287,26 @@ def run_sweep(
                 job.abandon()
         finally:
             store.close()
-    records = {cell.key: job.records[cell.key] for cell in cells if cell.key in job.records}
+    return finished(cells, job.records, interrupted)
+
+
+def finished(cells: Sequence[Cell], known: Mapping[str, RunRecord], interrupted: str | None) -> Finished:
+    """Put records into the order of the plan, and say which are missing."""
+    records = {cell.key: known[cell.key] for cell in cells if cell.key in known}
     missing = tuple(cell.key for cell in cells if cell.key not in records)
     return Finished(records, missing, interrupted)
 
 
-def _predict(
+def predict(
     store: Store,
     cells: Sequence[Cell],
     estimate: Callable[[Sequence[Cell], Mapping[str, Any]], Mapping[str, Any]],
 ) -> dict[str, Predicted]:
+    """Return the predicted peaks by key, and keep them in the store; what it has is not asked for again."""
     known = store.estimates()
     found = estimate(cells, known)
-    if found != known:
-        store.write_estimates(found)
+    if found.keys() - known.keys():
+        store.write_estimates({**known, **found})
     return {
         key: Predicted(peak_bytes=told["peak_bytes"], timeline=tuple((p, n) for p, n in told.get("timeline", ())))
         for key, told in found.items()

@@ -30,6 +30,7 @@ from lowtide.run_record import RunRecord
 from lowtide.sweeps._child import SCRATCH, end_marked
 from lowtide.sweeps._plan import Cell
 from lowtide.system.files import lock, read_json, write_json, write_text
+from lowtide.system.processes import identify, is_alive
 from lowtide.system.run_report import RECORD_FILE
 
 __all__ = ["CELL_FILE", "Store"]
@@ -41,8 +42,10 @@ _PLAN, _ESTIMATES, _LOCK, _RUNNING = "sweep.json", "estimates.json", "lock", "ru
 class Store:
     """The folder of one sweep, held by one process at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, job: str | None = None) -> None:
+        """``job`` names the job of a scheduler that runs a cell here, for those who look from elsewhere."""
         self.folder = folder
+        self._job = job
         self._lock: IO[Any] | None = None
 
     def open(self, name: str, cells: Sequence[Cell], *, resume: bool) -> bool:
@@ -62,8 +65,12 @@ class Store:
             self._lock = (self.folder / _LOCK).open("ab")
         except OSError as error:
             raise InputError(f"the folder {self.folder} cannot be made: {error.strerror}") from error
-        lock(self._lock, what=f"the sweep in {self.folder}")
-        self._clear(cells)
+        try:
+            lock(self._lock, what=f"the sweep in {self.folder}")
+            self._clear(cells)
+        except InputError:
+            self.close()
+            raise
         rows = [{"number": c.number, "key": c.key, "label": c.label, "settings": c.settings} for c in cells]
         write_json(self.folder / _PLAN, {"schema_version": 1, "name": name, "cells": rows})
         return before
@@ -97,7 +104,8 @@ class Store:
 
     def note_running(self, cell: Cell, mark: str, scratch: Path) -> None:
         """Write down how to find the child, before there is one."""
-        write_json(self.cell_folder(cell) / _RUNNING, {"mark": mark, "scratch": str(scratch)})
+        told = {"mark": mark, "scratch": str(scratch), "job": self._job, "process": identify()}
+        write_json(self.cell_folder(cell) / _RUNNING, told)
 
     def write(self, cell: Cell, record: RunRecord, *, keep_checkpoints: bool) -> None:
         """Write the record of a cell that has ended."""
@@ -154,6 +162,12 @@ def _end_child(running: Path) -> list[int]:
         told = read_json(running)
     except InputError:
         return []
+    process = told.get("process")
+    if told.get("job") and isinstance(process, dict) and is_alive(process) is not False:
+        raise InputError(
+            f"the cell {running.parent.name} runs in {told['job']}: wait until that has ended, or cancel it. "
+            f"If it is gone, delete {running}"
+        )
     left = end_marked(str(told.get("mark") or "none"))
     scratch = Path(str(told.get("scratch", "")))
     # The file may come from anywhere: nothing is removed but what `Child` can have made.
