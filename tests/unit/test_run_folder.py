@@ -153,6 +153,19 @@ def test_going_on_keeps_the_id_and_records_what_changed(tmp_path):
     assert same.changed == ()
 
 
+def test_the_config_of_the_attempt_before_stays_where_fields_change(tmp_path):
+    folder = make(tmp_path)
+    folder.finish(UserError("stop"))
+    before = (folder.path / "config.yaml").read_text(), (folder.path / "config.resolved.yaml").read_text()
+    again = RunFolder.resume(folder.path, given="run: {}  # other\n", resolved={**RESOLVED, "path": Path("c")})
+    assert again.changed == ("path",)
+    kept = folder.path / "config.attempt1.yaml", folder.path / "config.attempt1.resolved.yaml"
+    assert tuple(file.read_text() for file in kept) == before
+    again.finish()
+    RunFolder.resume(folder.path, given="run: {}  # other\n", resolved={**RESOLVED, "path": Path("c")})
+    assert not list(folder.path.glob("config.attempt2.*")), "nothing changed, nothing to keep"
+
+
 def test_a_run_that_still_runs_is_not_resumed(tmp_path):
     made = make(tmp_path)
     with pytest.raises(InputError, match=f"written by process {os.getpid()}"):

@@ -171,8 +171,17 @@ def _resume(path: Path, *, given: str, resolved: Mapping[str, Any], size: int) -
     before = yaml.safe_load((path / RESOLVED).read_text(encoding="utf-8"))
     changed = _differences(before or {}, _plain(resolved))
     (path / "logs").mkdir(exist_ok=True)
+    if changed:
+        _keep_configs(path, attempt=len(state.record.get("attempts", [])))
     _begin(path, dict(state.record), given=given, resolved=resolved, size=size, changed=changed)
     return sorted(changed)
+
+
+def _keep_configs(path: Path, *, attempt: int) -> None:
+    """Keep what the attempt before was given: this one may turn out not to fit the checkpoint."""
+    for name in (GIVEN, RESOLVED):
+        stem, _, rest = name.partition(".")
+        write_text(path / f"{stem}.attempt{attempt}.{rest}", (path / name).read_text(encoding="utf-8"))
 
 
 def _begin(
