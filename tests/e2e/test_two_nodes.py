@@ -94,7 +94,8 @@ def test_two_namespaces_are_one_run(tmp_path: Path, namespaces: list[tuple[str, 
             argv = [
                 "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
                 "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "two",
-                "--rdzv-endpoint", f"{first}:29511", "--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", address,
+                "--rdzv-endpoint", f"{first}:29511", "--rdzv-conf",
+                f"is_host={int(number == 0)}", "--local-addr", address,
                 "-m", "lowtide", "train", config, *STEPS,
             ]  # fmt: skip
             nodes.append(
