@@ -13,6 +13,7 @@
     units         bytes as people write them
     system/       whole files, processes, the state of a run                                            no torch
     records       OpTrace, Estimate: frozen values, JSON in and out                                     no torch
+    inspect_report  InspectReport: what backward needs, and what a policy does with it              no torch
     run_record    RunRecord: what became of one run, or of one cell of a sweep                          no torch
     policy/       kinds (tagged union) · match (globs on FQNs) · resolve (policy + blocks -> recipes)   no torch
     prediction/   hardware (the table of devices) · profiles · time · the memory of a step from traces  no torch
@@ -38,7 +39,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from lowtide.api import Applied, SavedBytes, TrainSetup, apply, checkpoint_name, estimate, measure, saved_bytes, trace
+    from lowtide.api import (
+        Applied,
+        SavedBytes,
+        TrainSetup,
+        apply,
+        checkpoint_name,
+        estimate,
+        inspect,
+        measure,
+        saved_bytes,
+        trace,
+    )
+    from lowtide.inspect_report import InspectReport
     from lowtide.policy import EveryNthLayer, Full, MemoryBudget, NoPolicy, Rule, Rules, SelectiveOp, SomeLayers
     from lowtide.records import Estimate, Measurement, OpTrace
     from lowtide.reports import load_runs
@@ -52,6 +65,7 @@ _HOMES = {
     "checkpoint_name": "lowtide.api",
     "estimate": "lowtide.api",
     "measure": "lowtide.api",
+    "inspect": "lowtide.api",
     "saved_bytes": "lowtide.api",
     "trace": "lowtide.api",
     "EveryNthLayer": "lowtide.policy",
@@ -62,6 +76,7 @@ _HOMES = {
     "Rules": "lowtide.policy",
     "SelectiveOp": "lowtide.policy",
     "SomeLayers": "lowtide.policy",
+    "InspectReport": "lowtide.inspect_report",
     "Estimate": "lowtide.records",
     "Measurement": "lowtide.records",
     "OpTrace": "lowtide.records",
@@ -74,6 +89,8 @@ __all__ = [
     "Estimate",
     "EveryNthLayer",
     "Full",
+    "InspectReport",
+    "Measurement",
     "MemoryBudget",
     "NoPolicy",
     "OpTrace",
@@ -87,6 +104,7 @@ __all__ = [
     "apply",
     "checkpoint_name",
     "estimate",
+    "inspect",
     "load_runs",
     "measure",
     "saved_bytes",

@@ -1,7 +1,8 @@
 """What the parts hand to each other: frozen values that know nothing of torch, JSON in and out.
 
     OpTrace     the operators of one block, forward and backward, and the storages under their tensors
-    Estimate    the memory of one training step over time, and what was alive at its peak
+    Estimate    the memory and time of one training step, and what was alive at its peak
+    Measurement the same of a step that really ran
 
 JSON is strict: unknown keys, wrong types, NaN and infinities are refused, and a record of a later
 ``schema_version`` says so. Sizes are bytes, times milliseconds; ``None`` means "not known", never zero.
@@ -28,6 +29,7 @@ __all__ = [
     "OpRecord",
     "OpTrace",
     "Phase",
+    "PhaseBytes",
     "Record",
     "StepTime",
     "StorageRecord",
@@ -441,3 +443,56 @@ class Estimate(Record):
     def fits(self, limit_bytes: int) -> bool:
         """Whether the peak stays within a limit."""
         return self.peak_bytes <= limit_bytes
+
+
+class PhaseBytes(Value):
+    """The most bytes alive in each pass of a step; None where it was not seen."""
+
+    forward: int | None = None
+    backward: int | None = None
+    optimizer: int | None = None
+
+
+class Measurement(Record):
+    """One training step as it really ran; the largest figures over all ranks."""
+
+    kind: Literal["Measurement"] = "Measurement"
+    schema_version: Literal[1] = 1
+
+    peak_bytes: int | None
+    """The most bytes allocated at once in one step; None where that cannot be told, and ``note`` says why."""
+
+    start_bytes: int | None = None
+    """Of these, what was alive when the step began: parameters and optimizer states, say."""
+
+    phase_peaks: PhaseBytes = PhaseBytes()
+    """The most in each pass. Over several processes on a CPU they are upper bounds."""
+
+    method: str
+    """How the peak was found."""
+    note: str = ""
+
+    step_ms: float = Field(ge=0)
+    """Median of the repeats, as all times here; of the slowest rank."""
+    forward_ms: float = Field(ge=0)
+    """From the start of the step to the first backward, and between backwards under accumulation."""
+    backward_ms: float = Field(ge=0)
+    optimizer_ms: float = Field(ge=0)
+    """Of ``optimizer.step`` alone."""
+    other_ms: float = Field(ge=0)
+    """What is none of these: clipping, ``zero_grad``, the loop itself."""
+    step_times_ms: tuple[float, ...]
+    """Of this rank, repeat by repeat."""
+
+    warm_up: int = Field(ge=0)
+    repeats: int = Field(ge=1)
+    device: str
+    world_size: int = Field(ge=1)
+    environment: Environment
+
+    @property
+    def rebased_bytes(self) -> int | None:
+        """The peak on top of what was alive when the step began."""
+        if self.peak_bytes is None or self.start_bytes is None:
+            return None
+        return self.peak_bytes - self.start_bytes

@@ -1,7 +1,22 @@
 """The verbs that people call, each joining the parts below."""
 
+from lowtide.api._estimate import TrainSetup, estimate
+from lowtide.api._inspect import inspect
+from lowtide.api._measure import measure
 from lowtide.api._saved_bytes import SavedBytes, SavedColumn, saved_bytes
 from lowtide.api._trace import trace
 from lowtide.regions import Applied, apply, checkpoint_name
 
-__all__ = ["Applied", "SavedBytes", "SavedColumn", "apply", "checkpoint_name", "saved_bytes", "trace"]
+__all__ = [
+    "Applied",
+    "SavedBytes",
+    "SavedColumn",
+    "TrainSetup",
+    "apply",
+    "checkpoint_name",
+    "estimate",
+    "inspect",
+    "measure",
+    "saved_bytes",
+    "trace",
+]

@@ -40,6 +40,12 @@ class StepClock:
         self._model: Counter[str] = Counter()
         self._hardware: Counter[str] = Counter()
         self._unknown: dict[str, None] = {}
+        self._outer: tuple[Any, int] = (None, 0)
+
+    def wrapped(self, func: Any, args: Sequence[Any]) -> None:
+        """Note an operator on DTensors: the local tensors below it do not say which of them need gradients."""
+        # A number: the arguments themselves would live on.
+        self._outer = (func, _factors(str(func), args)) if class_of(str(func)) in BY_FLOPS else (None, 0)
 
     def operator(self, phase: Phase, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Count one call."""
@@ -67,7 +73,8 @@ class StepClock:
         if flops and class_of(name) in BY_FLOPS:
             self._hardware[dtype] += flops
             if phase == "forward":
-                self._model[dtype] += flops * (1 + _factors(name, args))
+                factors = self._outer[1] if func is self._outer[0] else _factors(name, args)
+                self._model[dtype] += flops * (1 + factors)
 
     def _collective(
         self, phase: Phase, func: Any, collective: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any

@@ -135,16 +135,22 @@ def _is_fake(value: Tensor) -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """Calls ``seen(func, args, kwargs, result)`` for every operator on plain tensors; wrappers are let through."""
+    """Calls ``seen(func, args, kwargs, result)`` for every operator on plain tensors; wrappers are let through.
 
-    def __init__(self, before: Callable[[Any], None], seen: Callable[..., Any]) -> None:
+    ``wrapped(func, args)`` is called with operators on wrappers, before those on their parts.
+    """
+
+    def __init__(
+        self, before: Callable[[Any], None], seen: Callable[..., Any], wrapped: Callable[[Any, Sequence[Any]], None]
+    ) -> None:
         super().__init__()
-        self._before, self._seen = before, seen
+        self._before, self._seen, self._wrapped = before, seen, wrapped
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, _PARTS) and not issubclass(kind, torch._subclasses.FakeTensor) for kind in types):
+            self._wrapped(func, args)
             return NotImplemented
         kwargs = kwargs or {}
         if func.namespace in ("prim", "profiler"):

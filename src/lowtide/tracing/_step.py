@@ -178,7 +178,7 @@ class Session:
             register_optimizer_step_post_hook(self._optimizer_ended),
         ):
             stack.callback(handle.remove)
-        stack.enter_context(Watch(self._before, self._seen))
+        stack.enter_context(Watch(self._before, self._seen, self.clock.wrapped))
         return stack
 
     def _enter(self, module: nn.Module, args: Any) -> None:
