@@ -5,6 +5,8 @@ _profile   what `lowtide calibrate` measured on one machine
 _classes   kinds of operators, and the shares of the peaks that they reach
 _time      operator, block, collective ─► milliseconds
 _choices   recipes of a policy, trace of a block ─► what each region keeps
+_decide    recipe, trace, executor ─► each operator's rule; what a region holds and runs again
+_explain   trace of a model, regions ─► InspectReport
 _block     trace of a block, regions ─► BlockCost: bytes held, its own rise, times
 _outline   a step with its blocks taken out
 _memory    outline, one BlockCost for each call ─► Estimate
@@ -12,6 +14,8 @@ _memory    outline, one BlockCost for each call ─► Estimate
 
 from lowtide.prediction._block import BlockCost, RegionChoice, block_cost
 from lowtide.prediction._choices import regions_of
+from lowtide.prediction._decide import Decided, Executor, RegionFate, decide_region
+from lowtide.prediction._explain import Explained, ExplainedRegion, explain
 from lowtide.prediction._memory import predict_step
 from lowtide.prediction._outline import BlockCall, StepOutline
 from lowtide.prediction._profile import CollectivePoint, DeviceProfile, RatePoint, read_profile
@@ -35,15 +39,22 @@ __all__ = [
     "BlockCall",
     "BlockCost",
     "CollectivePoint",
+    "Decided",
     "Device",
     "DeviceProfile",
+    "Executor",
+    "Explained",
+    "ExplainedRegion",
     "RatePoint",
     "RegionChoice",
+    "RegionFate",
     "Speeds",
     "StepOutline",
     "Work",
     "block_cost",
     "collective_ms",
+    "decide_region",
+    "explain",
     "find_device",
     "match_device",
     "op_ms",

@@ -31,6 +31,8 @@ __all__ = ["Decided", "Executor", "RegionFate", "decide_region", "is_routing", "
 Executor = Literal["recompute", "replay"]
 Why = Literal["rule", "default", "routing"]
 
+_KEEPING = ("save", "offload")
+
 _ALIASES_WITHOUT_SAYING = ("aten._unsafe_view",)
 """Their results lie on their input's storage, and their schemas call them new."""
 _VIEWS_BY_SCHEMA = ("aten.lift_fresh",)
@@ -206,7 +208,7 @@ class _Rules:
         self._candidates: dict[tuple[str, bool, bool], tuple[int, ...]] = {}
         self._names = [frozenset(ALIASES.get(rule.op or "", (rule.op or "",))) for _, rule in recipe.rules]
         self.broad = {i for i, (_, rule) in enumerate(recipe.rules) if rule.op is None and rule.name is None}
-        self.wide = self.saves_by_default or any(recipe.rules[i][1].action == "save" for i in self.broad)
+        self.wide = self.saves_by_default or any(recipe.rules[i][1].action in _KEEPING for i in self.broad)
         self.by_name = [i for i, (_, rule) in enumerate(recipe.rules) if rule.name is not None]
 
     def candidates(self, op: OpRecord) -> tuple[int, ...]:
@@ -239,7 +241,7 @@ class _Rules:
             if not self._in_scope(rule, op.module):
                 continue
             call = self._count(place)
-            return Decided(rule.action == "save" and rule.keep.keeps(call), number, "rule", call)
+            return Decided(rule.action in _KEEPING and rule.keep.keeps(call), number, "rule", call)
         return Decided(self.saves_by_default and not is_view(op))
 
     def decide_name(self, given: NameRecord, before: Decided) -> Decided | None:
@@ -251,7 +253,7 @@ class _Rules:
             call = self._count(place)
             if before.rule is not None and before.rule < number:
                 return Decided(before.keeps, number, "rule", call)
-            return Decided(rule.action == "save" and rule.keep.keeps(call), number, "rule", call)
+            return Decided(rule.action in _KEEPING and rule.keep.keeps(call), number, "rule", call)
         return None
 
     def _count(self, place: int) -> int:

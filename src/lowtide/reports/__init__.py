@@ -8,6 +8,7 @@ Every number comes from a ``RunRecord`` and is computed nowhere else; a run that
 
 from __future__ import annotations
 
+from lowtide.reports._inspect_page import write_inspect_page
 from lowtide.reports._load import Found, find_records
 from lowtide.reports._page import write_page
 from lowtide.reports._plots import frontier_of, plot_frontier, plot_prediction, plot_timeline, to_png
@@ -26,5 +27,6 @@ __all__ = [
     "to_frame",
     "to_parquet",
     "to_png",
+    "write_inspect_page",
     "write_page",
 ]

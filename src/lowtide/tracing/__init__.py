@@ -8,6 +8,7 @@ _workspace    what kernels allocate inside
 _libraries    libraries that would go another way under fake tensors
 _storages     storages of one block: made, freed, let go of
 _calls        calls of modules: what they were given and returned
+_session      one trace while it is made
 _block        one block's operators                              ──► OpTrace
 _world        a process group of any size in one process
 _ledger       storages from making to death
@@ -18,7 +19,7 @@ _account      a ledger                                           ──► Estim
 """
 
 from lowtide.tracing._attention import AttentionCall, choose_attention
-from lowtide.tracing._block import trace_block, trace_forward
+from lowtide.tracing._block import run_forward, trace_block, trace_forward
 from lowtide.tracing._libraries import as_with_real_tensors
 from lowtide.tracing._outline import Outlined, trace_outline
 from lowtide.tracing._step import StepSetup, trace_step
@@ -32,6 +33,7 @@ __all__ = [
     "choose_attention",
     "fake_building",
     "fake_world",
+    "run_forward",
     "trace_block",
     "trace_forward",
     "trace_outline",

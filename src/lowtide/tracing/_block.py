@@ -25,9 +25,11 @@ from lowtide.errors import UserError
 from lowtide.prediction import Device, find_device
 from lowtide.records import OpTrace
 from lowtide.tracing._flops import tensors
+from lowtide.tracing._libraries import as_with_real_tensors
 from lowtide.tracing._session import BlockSession, environment
+from lowtide.tracing._translate import AsOnTarget
 
-__all__ = ["environment", "trace_block", "trace_forward"]
+__all__ = ["environment", "run_forward", "trace_block", "trace_forward"]
 
 
 def trace_block(
@@ -62,6 +64,8 @@ def trace_forward(
     device: str | Device = "cpu",
     threads: int = 1,
     tensors_in: Callable[[Any], Iterable[Tensor]] = tensors,
+    name: str | None = None,
+    inside: str = "",
 ) -> OpTrace:
     """Trace the forward of a whole model; no argument is taken to need gradients that does not.
 
@@ -74,6 +78,8 @@ def trace_forward(
         device: what it would run on.
         threads: CPU threads.
         tensors_in: finds the tensors in what the model returns.
+        name: what it is called in the trace; by default its class.
+        inside: a module in it to which FQNs are relative.
 
     Raises:
         UserError: a forward that depends on the values of tensors, or tensors that cannot be traced.
@@ -82,13 +88,31 @@ def trace_forward(
     with torch.random.fork_rng(devices=[]), mode:
         state = _fake_state(model, mode)
         fake_args, fake_kwargs = tree_map_only(Tensor, _Copies(mode), (tuple(args), dict(kwargs or {})))
-        session = BlockSession(model, find_device(device), threads)
+        session = BlockSession(model, find_device(device), threads, name=name, inside=inside)
         session.place(state, fake_args, fake_kwargs, mid_model=False)
         try:
             session.run_forward(state, fake_args, fake_kwargs, tensors_in)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise _depends_on_values(model, error) from error
     return session.finish()
+
+
+def run_forward(model: nn.Module, args: Sequence[Any] = (), *, device: str | Device = "cpu") -> None:
+    """Run the forward of a model on fake copies of what it holds and is given, and let the results go.
+
+    Raises:
+        UserError: a forward that depends on the values of tensors, or tensors that cannot be copied.
+    """
+    mode = _mode_of(model, args, {})
+    target = AsOnTarget(find_device(device))
+    with torch.random.fork_rng(devices=[]), mode:
+        state = _fake_state(model, mode)
+        fake_args = tree_map_only(Tensor, _Copies(mode), tuple(args))
+        try:
+            with as_with_real_tensors({}), target.translating(), torch.enable_grad():
+                torch.func.functional_call(model, dict(state), fake_args)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise _depends_on_values(model, error) from error
 
 
 def _depends_on_values(block: nn.Module, error: Exception) -> UserError:

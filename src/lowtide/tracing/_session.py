@@ -44,12 +44,16 @@ def environment() -> Environment:
 class BlockSession:
     """One trace while it is made."""
 
-    def __init__(self, block: nn.Module, device: Device, threads: int) -> None:
+    def __init__(
+        self, block: nn.Module, device: Device, threads: int, *, name: str | None = None, inside: str = ""
+    ) -> None:
         self.block = block
+        self.name = name or type(block).__name__
+        self.module_names = _names(block, inside)
         self.device = device
         self.threads = threads
         self.target = AsOnTarget(device)
-        self.modules = Modules({module: name for name, module in block.named_modules()})
+        self.modules = Modules(self.module_names)
         self.ops: list[OpRecord] = []
         self.storages = Storages(lambda: None if self.ended else len(self.ops))
         self.ended = False
@@ -131,10 +135,9 @@ class BlockSession:
         kwargs: dict[str, Any],
         tensors_in: Callable[[Any], Iterable[Tensor]],
     ) -> list[Tensor]:
-        names = {module: name for name, module in self.block.named_modules()}
         pack = self._pack if self.backward_follows else self._pack_alone
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
-        with self.calls.following(names), hooks:
+        with self.calls.following(self.module_names), hooks:
             out = torch.func.functional_call(self.block, dict(state), args, kwargs)
         results = list(tensors_in(out))
         for tensor in results:
@@ -287,7 +290,7 @@ class BlockSession:
             for op in self.unknown_flops
         ]
         return OpTrace(
-            block=type(self.block).__name__,
+            block=self.name,
             device=self.device.name,
             ops=tuple(self.ops),
             storages=tuple(
@@ -315,6 +318,12 @@ class BlockSession:
             assumptions=(*self.assumptions, *self.target.assumptions, *unknown),
             environment=environment(),
         )
+
+
+def _names(block: nn.Module, inside: str) -> dict[nn.Module, str]:
+    """Name modules relative to the one ``inside``, which bears no name then, as does what lies around it."""
+    below = f"{inside}." if inside else ""
+    return {m: "" if name == inside else name.removeprefix(below) for name, m in block.named_modules()}
 
 
 class _Incoming(torch.autograd.Function):
