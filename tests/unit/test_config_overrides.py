@@ -30,6 +30,13 @@ def test_the_value_is_yaml_and_the_last_one_wins(tmp_path: Path) -> None:
     assert config.run.directory == "a=b"
 
 
+def test_a_field_of_a_section_that_the_file_leaves_out_changes_the_default(tmp_path: Path) -> None:
+    config = read(tmp_path, MINIMAL, "optimizer.lr=3e-4", "sharding.reshard_after_forward=false").config
+    assert (config.optimizer.kind, config.optimizer.lr) == ("adamw", 3e-4)
+    assert config.sharding.kind == "fsdp2"
+    assert "n" in complaint(tmp_path, MINIMAL, "policy.n=2"), "the default policy is none, which has no such key"
+
+
 @pytest.mark.parametrize("path", ["many.1.size", "many[1].size"])
 def test_list_items_are_set_by_index(tmp_path: Path, path: str) -> None:
     config = parts(tmp_path, "many: [{kind: leaf}, {kind: leaf}]", f"{path}=5").config
@@ -46,7 +53,7 @@ def test_the_index_behind_the_last_appends(tmp_path: Path) -> None:
         (
             "traning.steps=3",
             "--set traning.steps=3: traning: unknown key; legal: run, launch, model, data, policy, sharding, "
-            "precision, compile, optimizer, schedule, training, evaluation, checkpoint, logging. "
+            "precision, compile, estimate, optimizer, schedule, training, evaluation, checkpoint, profile, logging. "
             "Did you mean 'training'?",
         ),
         (

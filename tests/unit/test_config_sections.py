@@ -18,8 +18,8 @@ from tests.helpers.configs import MINIMAL, complaint, read, write
 def test_sections_are_those_of_the_design(tmp_path: Path) -> None:
     config = read(tmp_path, MINIMAL).config
     assert list(TrainConfig.model_fields) == [
-        "run", "launch", "model", "data", "policy", "sharding", "precision", "compile", "optimizer", "schedule",
-        "training", "evaluation", "checkpoint", "logging",
+        "run", "launch", "model", "data", "policy", "sharding", "precision", "compile", "estimate", "optimizer",
+        "schedule", "training", "evaluation", "checkpoint", "profile", "logging",
     ]  # fmt: skip
     assert config.policy == NoPolicy()
     assert config.sharding.kind == "fsdp2"

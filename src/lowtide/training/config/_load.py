@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
 from lowtide.errors import ConfigError, InputError, listing, nearest
-from lowtide.training.config._document import MAX_BYTES, Seq, Table, read_yaml, report, tell
+from lowtide.training.config._document import MAX_BYTES, Mark, Seq, Table, read_yaml, report, tell
 from lowtide.training.config._explain import Explainer
 from lowtide.training.config._fields import class_for, entry_of
 from lowtide.training.config._overrides import apply_override
@@ -84,7 +85,7 @@ def load(
         raise ConfigError(
             f"{source}: got {tell(root)}; a config is a mapping with {listing(model.model_fields, limit=40)}"
         )
-    _apply(overrides, root)
+    _apply(overrides, root, model)
     reading = Reading(allow_code=allow_code)
     resolver = Resolver(
         root,
@@ -135,8 +136,9 @@ def _neighbour(path: Path) -> str:
     return f" Did you mean {str(path.with_name(near[0]))!r}?" if near else ""
 
 
-def _apply(overrides: Sequence[str], root: Table) -> None:
+def _apply(overrides: Sequence[str], root: Table, model: type[BaseModel]) -> None:
     wrong: list[str] = []
+    present = set(root)
     for text in overrides:
         try:
             apply_override(root, text)
@@ -144,6 +146,18 @@ def _apply(overrides: Sequence[str], root: Table) -> None:
             wrong.append(str(error))
     if wrong:
         raise ConfigError("\n".join(wrong))
+    for name in root.keys() - present:
+        _of_the_default_kind(root, str(name), model)
+
+
+def _of_the_default_kind(root: Table, name: str, model: type[BaseModel]) -> None:
+    """A section that overrides made changes a field of the default, so it is of the default's kind."""
+    section, info = root[name], model.model_fields.get(name)
+    if info is None or info.is_required() or not isinstance(section, Table) or "kind" in section:
+        return
+    default = to_jsonable_python(info.get_default(call_default_factory=True))
+    if isinstance(default, dict) and "kind" in default:
+        section.put("kind", default["kind"], Mark(f"--set {name}"))
 
 
 def _default(model: type[BaseModel], root: Table, place: tuple[str | int, ...], reading: Reading) -> Any:

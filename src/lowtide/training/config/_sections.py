@@ -44,7 +44,7 @@ class Launch(Section):
     nproc: int | None = Field(default=None, ge=1)
     """Processes on this machine. Left out: one per GPU, or two where there is no GPU."""
 
-    timeout_s: float = Field(default=600.0, gt=0, le=10**6)
+    timeout_s: float = Field(default=600.0, ge=1, le=10**6)
     """Seconds that a collective may wait for the other processes before the run fails."""
 
     threads: int | None = Field(default=None, ge=1)
@@ -156,6 +156,10 @@ class TrainConfig(Section):
 
     compile: bool = False
     """Whether every block is compiled with ``torch.compile``. The first step then takes much longer."""
+
+    estimate: bool = True
+    """Whether the peak memory of a step is estimated before the run, and told beside what was measured. Takes seconds,
+    more with the number of layers; no memory."""
 
     optimizer: Annotated[Component, Family("optimizer")] = Field(default_factory=lambda: _mapping("adamw"))
     """What turns gradients into steps."""
