@@ -94,11 +94,28 @@ def event_table() -> str:
     return "\n".join(rows)
 
 
+def sweep_table() -> str:
+    """The fields of a sweep file."""
+    from pydantic_core import to_json
+
+    from lowtide.sweeps import SweepConfig
+
+    rows = ["| field | default | what it does |", "|---|---|---|"]
+    for name, info in SweepConfig.model_fields.items():
+        default = (
+            "required" if info.is_required() else f"`{to_json(info.get_default(call_default_factory=True)).decode()}`"
+        )
+        prose = " ".join((info.description or "").split()).replace("``", "`").replace("|", "\\|")
+        rows.append(f"| `{name}` | {default} | {prose} |")
+    return "\n".join(rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "saved bytes": saved_table,
     "aliases": alias_table,
     "routing": routing_list,
     "events": event_table,
+    "sweep": sweep_table,
 }
 _BLOCK = re.compile(r"(<!-- (?P<name>[a-z ]+): [^>]*-->\n)(?P<body>(?:(?!<!--).)*?)\n?(<!-- end -->)", re.DOTALL)
 

@@ -44,7 +44,7 @@ def _table(name: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("name", ["aliases", "routing", "events"])
+@pytest.mark.parametrize("name", ["aliases", "routing", "events", "sweep"])
 def test_a_table_is_what_the_code_says(name: str) -> None:
     assert _table(name) == TABLES.TABLES[name](), "run python docs/make_tables.py"
 

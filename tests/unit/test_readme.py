@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from lowtide.cli import VERBS, _app
+from lowtide.cli.sweep_cmd import read_sweep
 from lowtide.policy import LayerPolicy, NoPolicy
 from lowtide.training.config import load_config
 from tests.helpers.documents import PAGES, README, ROOT, blocks, commands, links, lowtide_arguments
@@ -62,6 +63,9 @@ def test_commands_of_lowtide_are_legal(page: Path) -> None:
         # Reads the arguments and runs nothing; raises for an option that there is not.
         _app().parse_args(arguments, exit_on_error=False, print_error=False)
         for config in [word for word in arguments if word.startswith("examples/")]:
+            if arguments[0] == "sweep":
+                read_sweep(ROOT / config)
+                continue
             sets = [after for word, after in itertools.pairwise(arguments) if word == "--set"]
             load_config(ROOT / config, sets)
 

@@ -48,7 +48,8 @@ def sweep(
 ) -> Answer:
     """Run every cell of a grid in processes of its own, and record what became of it.
 
-    Exit code 0 where every cell is ok, 1 where one is not, 75 where a signal ended the sweep: go on with --resume.
+    Exit code 0 where every cell is ok (with --estimate: has a price), 1 where one is not, 75 where a signal ended the
+    sweep: go on with --resume.
     """
     settings, cells, folder = read_sweep(file)
     if estimate:
@@ -156,6 +157,8 @@ def _run(settings: SweepConfig, cells: Sequence[Cell], folder: Path, *, resume: 
         from lowtide.sweeps import estimate_cells
 
         price = estimate_cells
+        stream.write(f"estimating the peaks of {len(cells)} cells first\n")
+        stream.flush()
     with contextlib.ExitStack() as exits:
         watcher = (
             exits.enter_context(LiveProgress(tally, Console(file=stream)))
@@ -216,7 +219,8 @@ def _priced(settings: SweepConfig, cells: Sequence[Cell], *, json: bool) -> Answ
         lines.append(f"{format_bytes(peak) if peak is not None else 'not known':>14}  {row['label']}")
         if row["error"]:
             lines.append(f"{'':16}{row['error']}")
-    return Answer({"sweep": settings.name, "cells": rows}, text="\n".join(lines), json=json)
+    failed = any(row["error"] for row in rows)
+    return Answer({"sweep": settings.name, "cells": rows}, text="\n".join(lines), json=json, exit_code=int(failed))
 
 
 def _price(told: Mapping[str, Any]) -> dict[str, Any]:

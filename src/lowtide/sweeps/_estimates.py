@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowtide.errors import FailedError
 from lowtide.sweeps._plan import Cell
 from lowtide.system.guarded import guard
 
@@ -26,12 +25,8 @@ _COMMAND = (sys.executable, "-m", "lowtide.training.estimate_many")
 def estimate_cells(
     cells: Sequence[Cell], known: Mapping[str, Any], *, command: Sequence[str] = _COMMAND
 ) -> dict[str, Any]:
-    """Return ``peak_bytes`` and ``timeline``, or ``error``, for every cell by key; those of ``known`` are kept.
-
-    Raises:
-        FailedError: the child ended without an answer for every cell.
-    """
-    found = {cell.key: known[cell.key] for cell in cells if cell.key in known}
+    """Return ``peak_bytes`` and ``timeline``, or ``error``, for every cell by key; peaks that are known are kept."""
+    found = {cell.key: known[cell.key] for cell in cells if known.get(cell.key, {}).get("peak_bytes") is not None}
     missing = [cell for cell in cells if cell.key not in found]
     if not missing:
         return found
@@ -53,9 +48,7 @@ def estimate_cells(
             process.wait()
         said.seek(0)
         last = said.read().strip()[-500:]
-    left = [cell.label for cell in missing if cell.key not in found]
-    if left:
-        raise FailedError(
-            f"{len(left)} cells could not be estimated, the first is {left[0]}: {last or 'no reason given'}"
-        )
+    for cell in missing:
+        # A sweep runs without its prices too.
+        found.setdefault(cell.key, {"error": f"it could not be estimated: {last or 'no reason given'}"})
     return found

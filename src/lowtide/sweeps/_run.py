@@ -305,7 +305,7 @@ def predict(
     """Return the predicted peaks by key, and keep them in the store; what it has is not asked for again."""
     known = store.estimates()
     found = estimate(cells, known)
-    if found.keys() - known.keys():
+    if any(known.get(key) != told for key, told in found.items()):
         store.write_estimates({**known, **found})
     return {
         key: Predicted(peak_bytes=told["peak_bytes"], timeline=tuple((p, n) for p, n in told.get("timeline", ())))
