@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from html import escape
 from importlib import resources
 
-from lowtide import __version__
 from lowtide.inspect_report import BlockKind, InspectReport, TensorRow
 from lowtide.units import format_bytes
 
@@ -77,7 +76,7 @@ about {report.recompute_ms:,.3g} ms.
 </tbody>
 </table>
 {_list("Taken for granted", list(report.assumptions))}
-<footer>lowtide {escape(__version__)}, torch {escape(report.environment.torch)}</footer>
+<footer>lowtide {escape(report.environment.lowtide)}, torch {escape(report.environment.torch)}</footer>
 <script>{script}</script>
 </body>
 </html>

@@ -16,7 +16,6 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from lowtide import __version__
 from lowtide.reports._load import Found
 from lowtide.reports._plots import plot_frontier, plot_prediction
 from lowtide.reports._tables import rows_of
@@ -73,7 +72,6 @@ def write_page(found: Found, *, title: str) -> str:
         plots=plot_frontier(_named(found.records)) + plot_prediction(_named(found.records)),
         data=_json(data),
         script=script,
-        version=escape(__version__),
     )
 
 
@@ -163,7 +161,7 @@ _PAGE = """<!doctype html>
 <div id="tools"><input id="filter" type="search" placeholder="filter: words that a row must hold" aria-label="filter">
 <select id="status" aria-label="status"><option value="">every status</option></select> <span id="count"></span></div>
 <div id="cells"><table><thead><tr></tr></thead><tbody></tbody></table></div>
-<p>lowtide {version}</p>
+<p>made by lowtide report</p>
 <script type="application/json" id="data">{data}</script>
 <script>{script}</script>
 </body>
