@@ -32,6 +32,7 @@ data: {kind: embedded_text, sequence_length: 16, batch_size: 2}
 policy: {kind: selective_op, save: [sdpa, {op: aten.mm, keep: 1/2}]}
 optimizer: {kind: adamw, lr: 1.0e-2}
 training: {steps: 40}
+estimate: false
 logging: {every: 1, trackers: [{kind: console, every_s: 0}, {kind: jsonl}]}
 """
 

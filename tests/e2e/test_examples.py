@@ -24,6 +24,8 @@ RUN = {
     "huggingface_llama": ["data.sequence_length=32"],
     "compile": ["model.layers=2", "data.sequence_length=32"],
 }
+ESTIMATED = ("quickstart", "huggingface_llama", "compile")
+"""Those whose estimate is made, and held against what was measured."""
 CHECKPOINTED = {"ac_every_nth_layer": 2, "ac_rules": 2, "ac_some_layers": 3, "huggingface_llama": 4, "compile": 2}
 
 
@@ -41,6 +43,7 @@ def test_every_shipped_config_is_run_here() -> None:
 def test_it_trains_and_says_what_it_saved(name: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
     changes = [f"training.steps={STEPS}", "schedule.warmup_steps=1", "logging.every=1", "evaluation.batches=2"]
+    changes += [] if name in ESTIMATED else ["estimate=false"]
     sets = [part for text in [*changes, *RUN[name]] for part in ("--set", text)]
     ended = lowtide(tmp_path, "train", f"examples/{name}.yaml", *sets, "--nproc", "2")
     assert ended.code == 0, ended.err
@@ -56,6 +59,7 @@ def test_it_trains_and_says_what_it_saved(name: str, tmp_path: Path) -> None:
     assert len(summary["blocks"]) == CHECKPOINTED.get(name, 3)
     _peaks_are_there(summary, compiled=name == "compile")
     _saves_less_than_none(summary)
+    _the_estimate_was_right(summary["forecast"], estimated=name in ESTIMATED)
     assert f"run folder: {ended.run.relative_to(tmp_path)}" in ended.out
     assert [path.name for path in (ended.run / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
     assert (ended.run / "config.yaml").read_text() == (ROOT / "examples" / f"{name}.yaml").read_text()
@@ -67,6 +71,14 @@ def _peaks_are_there(summary: dict, *, compiled: bool) -> None:
     for row in summary["peaks"]:
         assert row["method"] == ("allocator events (upper bound)" if compiled else "storage tracker"), row
         assert row["peak_bytes"] > 0
+
+
+def _the_estimate_was_right(told: dict | None, *, estimated: bool) -> None:
+    assert (told is not None) == estimated
+    if told is not None and told["predicted_bytes"] is not None:
+        assert abs(told["error"]) <= 0.01
+    elif told is not None:
+        assert told["note"] == "compiled code is not estimated"
 
 
 def _saves_less_than_none(summary: dict) -> None:

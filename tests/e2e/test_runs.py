@@ -148,9 +148,14 @@ def test_one_process_and_ctrl_c(tmp_path: Path) -> None:
 
 def test_a_foreign_torchrun_works_and_rank_0_gives_the_one_document(tmp_path: Path) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lowtide")
-    changes = ["--set", "training.steps=5", "--experiment-id", "of-torchrun", "--json"]
+    changes = ["--set", "training.steps=5", "--set", "estimate=true", "--experiment-id", "of-torchrun", "--json"]
     ended = lowtide(tmp_path, "train", write(tmp_path), *changes, module=torchrun)
     assert ended.code == 0, ended.err
     document = ended.document()
     assert (document["exit_code"], document["summary"]["steps"]) == (0, 5)
     assert (ended.run.name, ended.state.status, ended.state.record["world_size"]) == ("of-torchrun", "done", 2)
+    told = document["summary"]["forecast"]
+    assert told["measured_bytes"] == document["summary"]["peaks"][0]["peak_bytes"]
+    assert abs(told["error"]) <= 0.01
+    assert told["off"] == ""
+    assert told["predicted_parts"]["parameters"] == told["measured_parts"]["parameters"] > 0

@@ -21,6 +21,7 @@ data: {kind: random, sequence_length: 16, batch_size: 2}
 sharding: {kind: none}
 training: {steps: 4}
 evaluation: {batches: 1}
+estimate: false
 """
 
 

@@ -20,6 +20,7 @@ PURE = [
     "lowtide.prediction",
     "lowtide.records",
     "lowtide.reports",
+    "lowtide.inspect_report",
     "lowtide.run_record",
     "lowtide.sweeps",
     "lowtide.system.files",
@@ -41,6 +42,8 @@ PUBLIC = [
     "Estimate",
     "EveryNthLayer",
     "Full",
+    "InspectReport",
+    "Measurement",
     "MemoryBudget",
     "NoPolicy",
     "OpTrace",
@@ -50,9 +53,13 @@ PUBLIC = [
     "SavedBytes",
     "SelectiveOp",
     "SomeLayers",
+    "TrainSetup",
     "apply",
     "checkpoint_name",
+    "estimate",
+    "inspect",
     "load_runs",
+    "measure",
     "saved_bytes",
     "trace",
 ]
@@ -90,16 +97,19 @@ def test_the_public_names_are_these():
 
 
 PARTS = {
-    "lowtide.api": ["Applied", "SavedBytes", "SavedColumn", "apply", "checkpoint_name", "saved_bytes", "trace"],
+    "lowtide.api": [
+        "Applied", "SavedBytes", "SavedColumn", "TrainSetup", "apply", "checkpoint_name", "estimate", "inspect", "measure",
+        "saved_bytes", "trace",
+    ],
     "lowtide.measurement": [
         "AllocatorEvents", "BlockSaved", "EventAccount", "LiveStorages", "Peak", "PeakMeter", "SavedMeasurement",
         "StepProfiler", "StorageRecord", "calibrate", "mark_phase", "measure_peak", "measure_saved_bytes", "phase_mark",
-        "tensors_in",
+        "places_in", "tensors_in",
     ],
     "lowtide.policy": [
         "ALIASES", "Block", "EveryNthLayer", "Full", "Keep", "LayerPolicy", "MemoryBudget", "NoPolicy", "Pattern",
         "Policy", "ROUTING_OPS", "RegionRecipe", "Resolution", "Rule", "Rules", "SaveRule", "SelectiveOp", "SomeLayers",
-        "expand", "match_fqns", "named_policy", "parse_policy", "preset_names", "resolve",
+        "expand", "match_fqns", "named_policy", "parse_policy", "preset_names", "resolve", "rules_of",
     ],
     "lowtide.regions": [
         "Applied", "Region", "Slot", "apply", "bare_fqn", "checkpoint_name", "compress_names", "find_blocks",
@@ -107,7 +117,7 @@ PARTS = {
     ],
     "lowtide.reports": [
         "Found", "find_records", "frontier_of", "load_runs", "plot_frontier", "plot_prediction", "plot_timeline",
-        "rows_of", "to_csv", "to_frame", "to_parquet", "to_png", "write_page",
+        "rows_of", "to_csv", "to_frame", "to_parquet", "to_png", "write_inspect_page", "write_page",
     ],
     "lowtide.sweeps": [
         "Cell", "Finished", "LiveProgress", "PlainProgress", "Resolved", "Store", "Submitted", "SweepConfig", "Tally",

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowtide.errors import UserError
-from lowtide.measurement import PeakMeter, mark_phase
+from lowtide.measurement import PeakMeter, mark_phase, places_in
 from lowtide.measurement._versions import environment
-from lowtide.measurement._walk import places_in
 from lowtide.records import Measurement, PhaseBytes
 
 __all__ = ["measure"]

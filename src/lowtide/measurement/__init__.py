@@ -18,7 +18,7 @@ from lowtide.measurement._live import LiveStorages, StorageRecord
 from lowtide.measurement._peak import Peak, PeakMeter, measure_peak
 from lowtide.measurement._profiler import StepProfiler, phase_mark
 from lowtide.measurement._saved import BlockSaved, SavedMeasurement, measure_saved_bytes
-from lowtide.measurement._walk import tensors_in
+from lowtide.measurement._walk import places_in, tensors_in
 
 __all__ = [
     "AllocatorEvents",
@@ -35,5 +35,6 @@ __all__ = [
     "measure_peak",
     "measure_saved_bytes",
     "phase_mark",
+    "places_in",
     "tensors_in",
 ]

@@ -29,15 +29,16 @@ from lowtide.training.cause import find_cause, leave_error
 from lowtide.training.checkpoint import CheckpointInfo, Progress, latest_complete, load
 from lowtide.training.config import LoadedConfig, TrainConfig, load_config, to_yaml
 from lowtide.training.events import Bus, RunEnded, RunStarted
+from lowtide.training.forecast import Forecast, compare, forecast
 from lowtide.training.ids import agree_on_id
 from lowtide.training.loop import Outcome, Trainer, next_token_loss
-from lowtide.training.mesh import World, during, on_main, process_group
+from lowtide.training.mesh import World, during, on_main, process_group, read_place
 from lowtide.training.model.forward import forward_logits
 from lowtide.training.out_of_memory import explain_out_of_memory
 from lowtide.training.profiling import profiler_of, write_operators
 from lowtide.training.run_folder import RunFolder, find_latest
 from lowtide.training.stopping import StopRequest, stop_on_signals
-from lowtide.training.summary import PeakRow, SavedRow, Summary, print_summary
+from lowtide.training.summary import ForecastRow, PeakRow, SavedRow, Summary, print_summary
 from lowtide.training.tracking.build import build_bus
 
 __all__ = ["run"]
@@ -70,6 +71,7 @@ def run(
     """
     loaded = _load(config)
     started = time.time()
+    expected = _expected(loaded.config)
     with (
         stop_on_signals() as stop,
         process_group(loaded.config.launch.timeout_s) as world,
@@ -78,7 +80,7 @@ def run(
         _check_processes(loaded.config, world)
         folder, note = _open_folder(loaded, experiment_id, resume)
         with folder.logging():
-            attempt = _Attempt(loaded, world, folder, stop, started)
+            attempt = _Attempt(loaded, world, folder, stop, started, expected)
             try:
                 summary = attempt.go(note, json_output=json_output)
             except BaseException as error:
@@ -93,6 +95,12 @@ def run(
         with contextlib.suppress(BrokenPipeError, SystemExit):
             print_summary(summary, Console(file=sys.stderr if json_output else sys.stdout))
     return summary
+
+
+def _expected(config: TrainConfig) -> Forecast | None:
+    """Estimate the step on rank 0, where the config asks for it; others have none."""
+    place = read_place()
+    return forecast(config, place) if config.estimate and place.rank == 0 and not dist.is_initialized() else None
 
 
 def _load(config: LoadedConfig[TrainConfig] | TrainConfig | str | Path) -> LoadedConfig[TrainConfig]:
@@ -170,6 +178,8 @@ class _Attempt:
     stop: StopRequest
     started: float
     """Wall-clock time; what other ranks left before it is of an earlier attempt."""
+    expected: Forecast | None = None
+    """What rank 0 estimated."""
     bus: Bus = field(default_factory=Bus)
     outcome: Outcome = field(default_factory=Outcome)
 
@@ -310,7 +320,13 @@ class _Attempt:
             peaks=_peaks_of_all(outcome),
             peak_step=outcome.peak_step,
             wall_s=time.monotonic() - self.clock,
+            forecast=self._compare(built, outcome),
         )
+
+    def _compare(self, built: Built, outcome: Outcome) -> ForecastRow | None:
+        if self.expected is None:
+            return None
+        return compare(self.expected, None if outcome.peak is None else outcome.peak.bytes, built)
 
 
 def _peaks_of_all(outcome: Outcome) -> tuple[PeakRow, ...]:

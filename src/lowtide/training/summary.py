@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from lowtide.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["PeakRow", "SavedRow", "Summary", "print_summary"]
+__all__ = ["ForecastRow", "PeakRow", "SavedRow", "Summary", "print_summary"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,26 @@ class SavedRow:
 
 
 @dataclass(frozen=True)
+class ForecastRow:
+    """The estimate made before the run beside what rank 0 measured, in bytes."""
+
+    predicted_bytes: int | None
+    measured_bytes: int | None
+    error: float | None
+    """(predicted - measured) / measured."""
+    off: str
+    """What the estimate was wrong about most, where it was off by more than 5%."""
+    phase: str
+    """In which pass the peak was expected."""
+    predicted_parts: Mapping[str, int]
+    measured_parts: Mapping[str, int]
+    seconds: float
+    """How long the estimate took."""
+    note: str
+    """Why there is none."""
+
+
+@dataclass(frozen=True)
 class Summary:
     """The end of a run."""
 
@@ -59,6 +80,8 @@ class Summary:
     peaks: tuple[PeakRow, ...]
     peak_step: int | None
     wall_s: float
+    forecast: ForecastRow | None = None
+    """None where the config has ``estimate: false``."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data; a number that is not finite, such as a diverged loss, becomes None."""
@@ -116,7 +139,18 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     for row in summary.peaks:
         text = "not available" if row.peak_bytes is None else f"{format_bytes(row.peak_bytes)} ({row.method}{step})"
         facts.append((f"peak, rank {row.rank}", text + (f": {row.note}" if row.note else "")))
+    if summary.forecast is not None:
+        facts.append(("estimate", _forecast(summary.forecast)))
     return facts
+
+
+def _forecast(row: ForecastRow) -> str:
+    if row.predicted_bytes is None:
+        return f"not available: {row.note}"
+    text = f"{format_bytes(row.predicted_bytes)} in {row.phase} (rank 0, made in {row.seconds:.1f} s)"
+    if row.error is None:
+        return f"{text}; nothing was measured"
+    return f"{text}, {row.error:+.2%}" + (f": off in {row.off.replace('_', ' ')}" if row.off else "")
 
 
 def _loss(value: float | None) -> str:
