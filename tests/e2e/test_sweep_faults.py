@@ -215,6 +215,15 @@ def test_a_place_that_a_cell_had_is_free_for_the_next(here):
     assert [r.status for r in done.records.values()] == ["ok"] * 3
 
 
+def test_cells_at_once_have_devices_of_their_own(here):
+    cells = [{"do": "sees_devices", "size": size} for size in range(4)]
+    done, _ = _run(here, cells, at_once=2, devices=["0,1", "2,3"])
+    assert [r.status for r in done.records.values()] == ["ok"] * 4
+    seen = [(here / "sweep/cells" / key / "attempt-1/devices").read_text() for key in done.records]
+    assert set(seen) == {"0,1", "2,3"}
+    assert seen[0] != seen[1]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_signal_ends_the_sweep_in_order_and_resume_goes_on(here, number):
     argv = [sys.executable, "-m", "tests.helpers.sweep_driver", str(here), "8"]

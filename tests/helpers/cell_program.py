@@ -84,6 +84,8 @@ def act(do: str, config: dict, folder: Path, run: dict) -> None:
         end("done", 0, summary={"steps": 4, "applied": "x" * 10_000})
     elif do == "flaky" and len(list(folder.parent.glob("attempt-*.out"))) == 1:
         end("failed", 1, kind="RankLost", message="rank 1 ended without a word")
+    elif do == "sees_devices":
+        (folder / "devices").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
     elif do == "takes_a_port":
         with socket.create_server(("127.0.0.1", config["port"])):
             end("done", 0, summary={"steps": 4})
