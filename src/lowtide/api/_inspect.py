@@ -57,6 +57,11 @@ def inspect(
         UserError: a forward that depends on the values of tensors.
     """
     parsed = parse_policy(policy)
+    if parsed.kind == "memory_budget":
+        raise RefusedError(
+            "policy memory_budget: the compiler chooses what to keep when it compiles a block, and inspect runs eager "
+            "code: there is nothing to show. Inspect a policy of another kind"
+        )
     bare = innermost(model)
     present = [slot.fqn for slot in slots(bare) if isinstance(slot.module.__dict__.get("forward"), Region)]
     if present:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from lowtide.cli._answer import AllowCode, Answer, Json, Overrides
+from lowtide.errors import LowtideError, UserError
+
+if TYPE_CHECKING:
+    from lowtide.training.config import LoadedConfig
 
 __all__ = ["app"]
 
@@ -29,11 +33,16 @@ def check(config: Config, /, *, set_: Overrides = (), allow_code: AllowCode = Fa
 
 @app.command
 def show(config: Config, /, *, set_: Overrides = (), allow_code: AllowCode = False, json: Json = False) -> Answer:
-    """Print a config with every field; what the environment gave stands there by name."""
+    """Print a config with every field; what the environment gave stands there by name.
+
+    Below it, as a comment, its policy written as rules, on the blocks of its model.
+    """
     from lowtide.training.config import load_config, to_yaml
 
     loaded = load_config(config, set_, allow_code=allow_code)
-    return Answer(loaded.resolved, text=to_yaml(loaded.resolved).rstrip(), json=json)
+    text = to_yaml(loaded.resolved).rstrip()
+    # The document loads again as a config, so it has no place for what only explains it.
+    return Answer(loaded.resolved, text=text if json else text + _as_rules(loaded, allow_code=allow_code), json=json)
 
 
 @app.command
@@ -48,6 +57,28 @@ def schema(
 
     document = TrainConfig.model_json_schema()
     return Answer(document, text=reference_page().rstrip() if markdown else strict_json(document), json=json)
+
+
+def _as_rules(loaded: LoadedConfig[Any], *, allow_code: bool) -> str:
+    """Return the policy as ``rules``, in comments; empty where it is written so, or says nothing of layers."""
+    from lowtide.training.config import to_yaml
+
+    policy = loaded.config.policy
+    if policy.kind in ("none", "rules", "memory_budget"):
+        return ""
+    try:
+        if not allow_code and (custom := _custom(loaded.resolved.get("model"), "model")):
+            raise UserError(f"the model is not built without --allow-code: {', '.join(custom)}")
+        from lowtide.training.inspect import expand_config
+
+        rules = expand_config(loaded.config)
+    except Exception as error:
+        # Beside the config, never instead of it: a custom model may know no fake tensors.
+        kind = "" if isinstance(error, LowtideError) else f"{type(error).__name__}: "
+        return f"\n# policy {policy.kind} as rules: not known, since the model's blocks are not: {kind}{error}"
+    written = to_yaml({"policy": rules.model_dump(mode="json", exclude_defaults=True) | {"kind": "rules"}})
+    lines = written.rstrip().splitlines()
+    return "\n".join(["", f"# policy {policy.kind} as rules:", *(f"# {line}" for line in lines)])
 
 
 def _custom(value: Any, path: str) -> list[str]:

@@ -94,7 +94,8 @@ def _kind(kind: BlockKind, console: Console) -> None:
     _table("each of them", kind.rows, console)
     console.print(
         f"a block holds {format_bytes(kind.saved_bytes)} (inputs {format_bytes(kind.input_bytes)}), makes "
-        f"{format_bytes(kind.recomputed_bytes)} again: {kind.recompute_flops:,} FLOPs, about {kind.recompute_ms:,.3g} ms"
+        f"{format_bytes(kind.recomputed_bytes)} again: {kind.recompute_flops:,} FLOPs, "
+        f"about {kind.recompute_ms:,.3g} ms"
     )
     for found in kind.never_needed:
         fate = "held all the same by recompute" if found.held else "not kept"

@@ -296,7 +296,15 @@ class _Model:
         named = {s for s in (*part.holds, *part.again) if self._is_shown(part, s)}
         storages = self.trace.storages
         within = {i for call in part.calls for i in range(*call.ops)}
-        for storage in sorted(named, key=lambda s: (storages[s].made_by in within, storages[s].made_by or 0, s)):
+        given = [t.storage for call in part.calls for _, t in call.arguments if t.storage is not None]
+        places = {storage: place for place, storage in reversed(list(enumerate(given)))}
+
+        def order(storage: int) -> tuple[bool, int]:
+            """What was given first, in the order of the arguments."""
+            made_by = storages[storage].made_by or 0
+            return made_by in within, made_by if made_by in within else places.get(storage, len(given) + storage)
+
+        for storage in sorted(named, key=order):
             held = part.holds.get(storage)
             counted = held is not None and not held.away and owners.get(storage) == part.name
             inside = not part.name or storages[storage].made_by in within

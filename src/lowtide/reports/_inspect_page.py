@@ -110,17 +110,21 @@ def _kind(kind: BlockKind) -> str:
 
 def _never(report: InspectReport) -> list[str]:
     return [
-        f"{kind.blocks[0]} and {len(kind.blocks) - 1} more: {n.op} in {n.module or 'the block'}, "
+        f"{_some(kind)}: {n.op} in {n.module or 'the block'}, "
         f"{format_bytes(n.nbytes)}, {n.why}: {'held all the same by recompute' if n.held else 'not kept'}"
         for kind in report.kinds
         for n in kind.never_needed
     ]
 
 
+def _some(kind: BlockKind) -> str:
+    first, *others = kind.blocks
+    return f"{first} and {len(others)} more" if others else first
+
+
 def _rows(report: InspectReport) -> Iterator[str]:
     for kind in report.kinds:
-        more = f" and {len(kind.blocks) - 1} more" if len(kind.blocks) > 1 else ""
-        yield from (_row(f"{kind.blocks[0]}{more}", row) for row in kind.rows)
+        yield from (_row(_some(kind), row) for row in kind.rows)
     yield from (_row("outside of blocks", row) for row in report.rest)
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.api import inspect
+from lowtide.errors import PolicyError
 from lowtide.inspect_report import InspectReport
-from lowtide.policy import Rules, expand
+from lowtide.policy import MemoryBudget, NoPolicy, Rules, expand
 from lowtide.prediction import find_device
 from lowtide.regions import find_blocks
 from lowtide.tracing import fake_building
@@ -60,16 +61,17 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return next_token_loss(forward_logits(model, batch[0]), batch[1])
 
 
-def expand_config(config: TrainConfig) -> Rules | None:
-    """Write a config's policy as ``rules``; None where it makes no regions, or the compiler chooses.
+def expand_config(config: TrainConfig) -> Rules:
+    """Write a config's policy as ``rules``.
 
     Raises:
+        PolicyError: a policy that makes no regions, or that the compiler carries out.
         NothingMatchedError: no blocks, or patterns that match none.
         Exception: whatever building the model under fake tensors raises.
     """
     policy = config.policy
-    if policy.kind in ("none", "memory_budget"):
-        return None
+    if isinstance(policy, NoPolicy | MemoryBudget):
+        raise PolicyError(f"policy {policy.kind} is no choice between operators, and no rules say it")
     if isinstance(policy, Rules):
         return policy
     with torch.random.fork_rng(devices=[]), FakeTensorMode() as mode:
