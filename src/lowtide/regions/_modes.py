@@ -190,8 +190,8 @@ class Recording(_RegionMode):
         if rule is None and decision.keep:
             call = self.defaults
             self.defaults += 1
-        # What is written in place is kept by the operator that made it, or not at all.
-        if not decision.keep or trait & Trait.MUTATES or (rule, call) in self.tape.unneeded:
+        # What is written in place, or waited for, is kept by the operator that made it, or not at all.
+        if not decision.keep or trait & (Trait.MUTATES | Trait.WAITS) or (rule, call) in self.tape.unneeded:
             return False
         self.tape.kept_calls[position] = (rule, call)
         return True

@@ -32,6 +32,8 @@ class Trait(IntFlag):
     """``_to_copy``: autocast's cache decides whether it runs, so its presence is not compared."""
     UNINITIALISED = 32
     ROUTING = 64
+    WAITS = 128
+    """Returns its argument, once a collective has filled it."""
 
 
 _SKIPPED_NAMESPACES = frozenset({"profiler", "fsdp", "c10d", "prim"})
@@ -73,6 +75,8 @@ def _compute_traits(func: Any) -> Trait:
         result |= Trait.UNINITIALISED
     if func in routing_overloads():
         result |= Trait.ROUTING
+    if func.namespace == "_c10d_functional" and func._opname == "wait_tensor":
+        result |= Trait.WAITS
     return result
 
 

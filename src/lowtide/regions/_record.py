@@ -231,7 +231,9 @@ class Recorder(TorchDispatchMode):
         self._careful = True
 
     def _note_writes(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """After recording has stopped, still see that nothing held is overwritten."""
+        """After recording has stopped, still see which rules match, and that nothing held is overwritten."""
+        if kind.ruled:
+            self._count(self.catalogue.plan.decide(kind.func, self._counts, self._scope))
         if kind.writes:
             try:
                 self._before_writes(kind, args, kwargs)
@@ -373,8 +375,7 @@ class Recorder(TorchDispatchMode):
         """Keep the outputs that a rule names, and routing results."""
         plan = self.catalogue.plan
         decision = plan.decide(kind.func, self._counts, self._scope) if kind.ruled else NOTHING
-        if decision.rule is not None and decision.call == 0:
-            self.witness.matched(plan.rules[decision.rule].number)
+        self._count(decision)
         if self._decided is not None:
             self._decided.update((state, decision) for _, state in (*makes, *writes))
             if len(makes) > 1:
@@ -388,6 +389,11 @@ class Recorder(TorchDispatchMode):
             values = (out,) if isinstance(out, torch.Tensor) else out
             for position, state in makes:
                 self.kept[state] = Held(share(values[position]), self.where)
+
+    def _count(self, decision: Decision) -> None:
+        """Tell the witness that a rule matched."""
+        if decision.rule is not None and decision.call == 0:
+            self.witness.matched(self.catalogue.plan.rules[decision.rule].number)
 
     def _keep_what_it_reads(
         self, read: tuple[tuple[Any, ...], dict[str, Any], list[int]], writes: Sequence[tuple[int, int]]
@@ -407,9 +413,13 @@ class Recorder(TorchDispatchMode):
 
     def take_name(self, tensor: torch.Tensor, name: str) -> None:
         """Decide a value anew, by its name."""
-        if self.paused or self.problem is not None:
+        if self.paused:
             return
         self.witness.named(name)
+        if self.problem is not None:
+            named = self.catalogue.plan.decide_name(name, NOTHING, self._counts, self._scope)
+            self._count(named or NOTHING)
+            return
         state = self.known(tensor)
         if self._decided is None:
             return
