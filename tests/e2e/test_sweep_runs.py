@@ -102,7 +102,7 @@ EVERYTHING = "\n".join(
     [
         "name: faults",
         "base: base.yaml",
-        "timeout_s: 90",
+        "timeout_s: 150",
         "grace_s: 1",
         "settings: {sharding: {kind: fsdp2}}",
         "points:",
