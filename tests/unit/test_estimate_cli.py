@@ -100,3 +100,31 @@ def test_every_way_of_sharding_is_estimated(config, capsys, sharding):
 def test_wrong_input_is_one_clear_message(config, capsys, arguments, says):
     assert run(["estimate", config, *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_plot_is_one_page_that_loads_nothing_and_escapes_all(config, capsys, tmp_path):
+    page = tmp_path / "estimate.html"
+    assert run(["estimate", config, "--nproc", "1", "--plot", str(page)]) == 0
+    text = page.read_text()
+    for said in ("forward", "backward", "optimizer", "saved activations", "Alive at the peak", "Taken for granted"):
+        assert said in text
+    assert text.count("<polygon") >= 4
+    assert not [word for word in ("http", "src=", "href=", "@import", "<script") if word in text]
+
+
+def test_a_page_escapes_what_a_model_calls_its_modules():
+    from lowtide.records import AliveRow, CategoryBytes, TimelinePoint
+    from lowtide.reports import estimate_page
+    from tests.unit.test_prediction_time import ENVIRONMENT
+
+    live = CategoryBytes(transient=10)
+    odd = "<b>&layer"
+    found = Estimate(
+        peak_bytes=10, at_peak=live, peak_phase="forward", peak_module=odd, peak_op=odd, category_peaks=live,
+        alive_at_peak=(AliveRow(category="transient", module=odd, op=odd, nbytes=10, count=1),),
+        timeline=(TimelinePoint(event=0, phase="forward", module=odd, op=odd, live=live),),
+        method="fake step", device="cpu", world_size=1, rank=0, policy=odd, assumptions=(odd,), environment=ENVIRONMENT,
+    )  # fmt: skip
+    text = estimate_page(found, title=odd)
+    assert "<b>" not in text
+    assert text.count("&lt;b&gt;&amp;layer") >= 8

@@ -15,6 +15,7 @@ PURE = [
     "lowtide",
     "lowtide.cli",
     "lowtide.errors",
+    "lowtide.plan_record",
     "lowtide.planning",
     "lowtide.policy",
     "lowtide.prediction",
@@ -47,6 +48,7 @@ PUBLIC = [
     "MemoryBudget",
     "NoPolicy",
     "OpTrace",
+    "Plan",
     "Rule",
     "Rules",
     "RunRecord",
@@ -60,6 +62,7 @@ PUBLIC = [
     "inspect",
     "load_runs",
     "measure",
+    "plan",
     "saved_bytes",
     "trace",
 ]
@@ -116,8 +119,9 @@ PARTS = {
         "innermost", "slots",
     ],
     "lowtide.reports": [
-        "Found", "find_records", "frontier_of", "load_runs", "plot_frontier", "plot_prediction", "plot_timeline",
-        "rows_of", "to_csv", "to_frame", "to_parquet", "to_png", "write_inspect_page", "write_page",
+        "Found", "estimate_page", "find_records", "frontier_of", "load_runs", "plot_frontier", "plot_prediction",
+        "plot_timeline", "rows_of", "to_csv", "to_frame", "to_parquet", "to_png", "write_estimate_page", "write_inspect_page",
+        "write_page",
     ],
     "lowtide.sweeps": [
         "Cell", "Finished", "LiveProgress", "PlainProgress", "Resolved", "Store", "Submitted", "SweepConfig", "Tally",

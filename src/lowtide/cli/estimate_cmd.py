@@ -41,6 +41,9 @@ def estimate(
     profile: Annotated[
         Path | None, Parameter(help="What `lowtide calibrate` measured: its speeds instead of the table's.")
     ] = None,
+    plot: Annotated[
+        Path | None, Parameter(help="Also write an HTML page: memory over the step, and what is on top at the peak.")
+    ] = None,
     json: Json = False,
 ) -> Answer:
     """Say what one training step will need at its peak and how long it takes, without running it: no GPU, no weights.
@@ -69,6 +72,10 @@ def estimate(
         "margin_bytes": margin_bytes,
         "fits": fits,
     }
+    if plot is not None:
+        from lowtide.reports import write_estimate_page
+
+        write_estimate_page(found, plot, title=str(config))
     text = _text(str(config), found, limit_bytes, margin_bytes)
     return Answer(document, text=text, json=json, exit_code=_DOES_NOT_FIT if fits is False else 0)
 

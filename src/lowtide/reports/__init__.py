@@ -8,6 +8,7 @@ Every number comes from a ``RunRecord`` and is computed nowhere else; a run that
 
 from __future__ import annotations
 
+from lowtide.reports._estimate_page import estimate_page, write_estimate_page
 from lowtide.reports._inspect_page import write_inspect_page
 from lowtide.reports._load import Found, find_records
 from lowtide.reports._page import write_page
@@ -16,6 +17,7 @@ from lowtide.reports._tables import load_runs, rows_of, to_csv, to_frame, to_par
 
 __all__ = [
     "Found",
+    "estimate_page",
     "find_records",
     "frontier_of",
     "load_runs",
@@ -27,6 +29,7 @@ __all__ = [
     "to_frame",
     "to_parquet",
     "to_png",
+    "write_estimate_page",
     "write_inspect_page",
     "write_page",
 ]
