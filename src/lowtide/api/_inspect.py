@@ -18,7 +18,7 @@ from torch import nn
 from lowtide.errors import NothingMatchedError, RefusedError, nearest
 from lowtide.inspect_report import InspectReport
 from lowtide.measurement import tensors_in
-from lowtide.policy import LayerPolicy, NoPolicy, Rule, parse_policy, rules_of
+from lowtide.policy import ALIASES, LayerPolicy, NoPolicy, Rule, parse_policy, rules_of
 from lowtide.prediction import ExplainedRegion, explain, speeds_of
 from lowtide.records import OpTrace
 from lowtide.regions import Region, apply, find_blocks, innermost, slots
@@ -141,6 +141,13 @@ def _refuse_unmatched(
             there = ", ".join(dict.fromkeys(n.name for n in trace.names)) or "none"
             what = f"no value was given the name {rule.name!r}. Names given: {there}"
         else:
-            there = nearest(str(rule.op), dict.fromkeys(op.op for op in trace.ops))
+            there = _like(str(rule.op), list(dict.fromkeys(op.op for op in trace.ops)))
             what = f"{rule.op!r} matched no operator. Nearest operators that run: {', '.join(there) or 'none'}"
         raise NothingMatchedError(f"{where}: {what}, in {len(regions)} regions. Set optional: true where that may be")
+
+
+def _like(name: str, ran: list[str]) -> list[str]:
+    """Return the operators that ran and look most like the one that was named: mm for addmm, and the other way."""
+    wanted = {packet.split(".")[1] for packet in ALIASES.get(name, (name,)) if "." in packet}
+    near = [op for op in ran if any(w in op or op.split(".")[1] in w for w in wanted)]
+    return [*near, *(op for op in nearest(name, ran) if op not in near)][:6]
