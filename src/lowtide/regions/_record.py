@@ -486,7 +486,10 @@ class Recorder(TorchDispatchMode):
         if form == self.forms[state]:
             form = None
         verified = state in self._verified
-        slot = Slot(record, state, form, None if verified and state not in self.kept else Held(tensor, self.where))
+        # Without its graph: an operator's saved result would lead back to the node that holds this slot, and a graph
+        # that no backward frees would stay.
+        alone = tensor if tensor.grad_fn is None else share(tensor)
+        slot = Slot(record, state, form, None if verified and state not in self.kept else Held(alone, self.where))
         ref = weakref.ref(slot)
         self.slots.append(ref)
         if not verified:
