@@ -16,12 +16,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "decoder": {"kind": "decoder", "vocab_size": 512, "dim": 128, "layers": 4, "heads": 4, "kv_heads": 2},
     "llama": {"kind": "huggingface", "config": str(_MODELS / "llama.json")},
     "gpt2": {"kind": "huggingface", "config": str(_MODELS / "gpt2.json")},
+    "qwen3_moe": {"kind": "custom", "target": "benchmarks.estimate.parts:Experts"},
+    "t5": {"kind": "custom", "target": "benchmarks.estimate.parts:SameTokens"},
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "none": {"kind": "none"},
     "full": {"kind": "full"},
     "every second": {"kind": "every_nth_layer", "n": 2},
     "selective_op": {"kind": "selective_op", "save": ["sdpa", {"op": "matmul", "keep": "1/2"}]},
+    "rules": {
+        "kind": "rules",
+        "default": "save",
+        "rules": [{"modules": ["mlp", "layer.*.DenseReluDense"], "action": "recompute", "optional": True}],
+    },
 }
 SHAPES: dict[str, tuple[int, int]] = {"4x128": (4, 128), "2x512": (2, 512)}
 """Batch of a process, and tokens of a sequence."""

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,10 +41,10 @@ def measure_cell(cell: Cell, world: World) -> Peak:
     )
 
 
-def measure_here(cell: Cell) -> Peak:
+def measure_here(cell: Cell, device: Literal["cpu", "cuda"] = "cpu") -> Peak:
     """Run a cell of one process in this one."""
     assert cell.processes == 1
-    with process_group(device="cpu") as world:
+    with process_group(device=device) as world:
         return measure_cell(cell, world)
 
 

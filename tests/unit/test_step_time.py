@@ -101,6 +101,13 @@ def test_sharding_communicates_what_fsdp_sends_and_hides_it_on_a_gpu_only():
     assert gather <= gpu.forward_ms < gather + 0.1
 
 
+def test_a_gpus_allocator_hands_out_and_counts_multiples_of_512_bytes():
+    on_cpu, on_gpu = (linears([3, 5], 2, setup=StepSetup(device=device)) for device in ("cpu", "H100"))
+    assert on_gpu.at_peak.parameters == 512
+    assert on_cpu.at_peak.parameters == 3 * 5 * 4
+    assert on_gpu.peak_bytes % 512 == 0
+
+
 def test_the_optimizer_takes_its_bytes():
     time = estimated(setup=StepSetup(profile=profile())).time
     assert time.optimizer_ms > 0

@@ -55,7 +55,9 @@ class _Ref(weakref.ref[torch.UntypedStorage]):
 class Ledger:
     """Storages that are alive, and everything that changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int = 1) -> None:
+        """``block_bytes``: what the target's allocator rounds every size up to, and counts."""
+        self._block_bytes = block_bytes
         self.lives: list[Life] = []
         self.changes: list[tuple[int, int, int]] = []
         """(operator number, number of the life, change of bytes), in order."""
@@ -90,6 +92,7 @@ class Ledger:
 
     def resize(self, life: Life, nbytes: int) -> None:
         """Count a life by its new size."""
+        nbytes = -(-nbytes // self._block_bytes) * self._block_bytes
         if nbytes != life.nbytes:
             self.changes.append((len(self.operators) - 1, life.number, nbytes - life.nbytes))
             life.nbytes = nbytes
@@ -99,6 +102,7 @@ class Ledger:
         life = Life(len(self.lives), 0, stage, module, f"{op} (workspace)", "transient")
         self.lives.append(life)
         now = len(self.operators) - 1
+        nbytes = -(-nbytes // self._block_bytes) * self._block_bytes
         self.changes += [(now, life.number, nbytes), (now, life.number, -nbytes)]
 
     def bury(self) -> None:

@@ -53,6 +53,9 @@ from lowtide.tracing._workspace import workspace_bytes
 Stage = Literal["before", "forward", "loss", "backward", "after", "optimizer"]
 
 _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional", "c10d_functional")
+_GPU_BLOCK_BYTES = 512
+"""torch's caching allocator hands out and counts multiples of it (``kMinBlockSize``, torch 2.11 to 2.15)."""
+
 _ALLOCATES = ("empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "zeros", "new_zeros")
 
 
@@ -144,7 +147,7 @@ class Session:
         self.target = target
         self.modules = modules
         self.threads = threads
-        self.ledger = Ledger()
+        self.ledger = Ledger(1 if device.kind == "cpu" else _GPU_BLOCK_BYTES)
         self.stage: Stage = "before"
         self.after_root = -1
         """Nodes with this sequence number or a later one belong to the loss."""

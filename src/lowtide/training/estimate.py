@@ -50,7 +50,7 @@ def estimate_config(
     *,
     world_size: int = 1,
     rank: int = 0,
-    device: str | None = None,
+    device: str | Device | None = None,
     threads: int | None = None,
     profile: DeviceProfile | None = None,
 ) -> Estimate:
@@ -97,7 +97,7 @@ def fake_run(
     *,
     world_size: int = 1,
     rank: int = 0,
-    device: str | None = None,
+    device: str | Device | None = None,
     threads: int | None = None,
     profile: DeviceProfile | None = None,
 ) -> Generator[FakeRun]:
@@ -134,7 +134,7 @@ def fake_run(
             ) from error
 
 
-def _target(config: TrainConfig, device: str | None, profile: DeviceProfile | None) -> Device:
+def _target(config: TrainConfig, device: str | Device | None, profile: DeviceProfile | None) -> Device:
     target = find_device(device or (profile.device if profile else "cpu"))
     if profile is not None and profile.kernels != target.kind:
         raise UserError(

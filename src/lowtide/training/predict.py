@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 from lowtide.errors import UserError
 from lowtide.policy import Block, NoPolicy, RegionRecipe, parse_policy, resolve
-from lowtide.prediction import AnyDevice, BlockCost, DeviceProfile, RegionChoice, block_cost, predict_step, regions_of
+from lowtide.prediction import (
+    AnyDevice,
+    BlockCost,
+    Device,
+    DeviceProfile,
+    RegionChoice,
+    block_cost,
+    predict_step,
+    regions_of,
+)
 from lowtide.records import Estimate
 from lowtide.regions import bare_fqn, find_blocks
 from lowtide.tracing import Outlined, fake_building, trace_outline
@@ -41,7 +50,7 @@ def outline_config(
     *,
     world_size: int = 1,
     rank: int = 0,
-    device: str | None = None,
+    device: str | Device | None = None,
     threads: int | None = None,
     profile: DeviceProfile | None = None,
 ) -> Parts:
