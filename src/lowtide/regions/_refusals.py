@@ -38,16 +38,21 @@ def refuse_impossible(model: nn.Module, recipe: RegionRecipe, module: nn.Module)
 def _refuse_other_checkpointing(model: nn.Module, fqn: str, module: nn.Module) -> None:
     holders = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False) is True]
     if holders and "transformers" in sys.modules:
-        raise RefusedError(
-            f"{fqn}: the model's own gradient checkpointing is on ({type(holders[0]).__name__}); two kinds would nest. "
-            "Call model.gradient_checkpointing_disable() (and leave gradient_checkpointing out of the trainer's "
-            "arguments)"
-        )
+        raise own_checkpointing(fqn, holders[0])
     if _is_wrapped(model, fqn, module):
         raise RefusedError(
             f"{fqn} is already checkpointed by torch's checkpoint_wrapper or composable checkpoint; two kinds would "
             "nest. Build the model without it"
         )
+
+
+def own_checkpointing(fqn: str, holder: nn.Module) -> RefusedError:
+    """Make the error for a model of transformers whose own checkpointing is on as well."""
+    return RefusedError(
+        f"{fqn}: the model's own gradient checkpointing is on ({type(holder).__name__}); two kinds would nest. "
+        "Call model.gradient_checkpointing_disable(), and leave gradient_checkpointing out of TrainingArguments "
+        "(activation_checkpointing in newer versions), which switches it on after lowtide.apply"
+    )
 
 
 def _is_wrapped(model: nn.Module, fqn: str, module: nn.Module) -> bool:

@@ -36,6 +36,7 @@ from lowtide.regions._modes import Recording, Repeating
 from lowtide.regions._names import bare_fqn
 from lowtide.regions._offload import ParkedCall, Parking
 from lowtide.regions._plan import Scope
+from lowtide.regions._refusals import own_checkpointing
 from lowtide.regions._replay import Replayer
 from lowtide.regions._session import Session
 from lowtide.regions._state import HostRandom, StateWatch, modules_of
@@ -205,6 +206,8 @@ class Region:
         )
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if module.__dict__.get("gradient_checkpointing") is True:
+            raise own_checkpointing(self.fqn, module)
         _refuse_caches(self.fqn, args, kwargs)
         leaves, spec = flatten(args, kwargs)
         modules = modules_of(module)
