@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("lowtide.cli.train_cmd:train", "Train a model as a config says."),
     "estimate": ("lowtide.cli.estimate_cmd:estimate", "Say what a training step will need, before it runs."),
     "inspect": ("lowtide.cli.inspect_cmd:inspect", "Say what a policy keeps for backward, tensor by tensor, and why."),
+    "plan": ("lowtide.cli.plan_cmd:plan", "Choose what to keep and what to recompute under a memory limit."),
     "calibrate": ("lowtide.cli.calibrate_cmd:calibrate", "Measure how fast this machine's device is."),
     "profile": ("lowtide.cli.profile_cmd:profile", "Say where the time and the memory of a step go."),
     "sweep": ("lowtide.cli.sweep_cmd:sweep", "Run a grid of trainings; one that fails costs no other."),

@@ -7,13 +7,14 @@ call holds each of its outputs that is asked for. The time of what runs is least
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from lowtide.planning._graph import Graph, Point, evaluate
+
+if TYPE_CHECKING:
+    from scipy.optimize import Bounds, LinearConstraint
 
 __all__ = ["best_under"]
 
@@ -34,6 +35,10 @@ class _Rows:
         self.high.append(high)
 
     def constraint(self, columns: int) -> LinearConstraint:
+        # SciPy takes half a second to come, and whoever applies a plan does not need it.
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import csr_array
+
         rows, places, values = zip(*self.entries, strict=True)
         matrix = csr_array((values, (rows, places)), shape=(len(self.low), columns))
         low: Any = np.array(self.low)
@@ -43,6 +48,8 @@ class _Rows:
 
 def best_under(graph: Graph, held_bytes: int) -> Point | None:
     """Return the fastest choice under ``replay`` that holds at most ``held_bytes``; None where there is none."""
+    from scipy.optimize import Bounds
+
     calls, values = len(graph.calls), len(graph.nbytes)
     runs, saves, asked, held = (range(o, o + n) for o, n in _offsets(calls, values))
     columns = held.stop
@@ -82,6 +89,8 @@ def _offsets(calls: int, values: int) -> tuple[tuple[int, int], ...]:
 
 
 def _solve(graph: Graph, program: tuple[np.ndarray, _Rows, Bounds, range], held_bytes: int) -> Point | None:
+    from scipy.optimize import milp
+
     cost, rows, bounds, saves = program
     if not rows.low:
         point = evaluate(graph, (), "replay")

@@ -7,7 +7,7 @@ as much and the search runs again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.errors import DoesNotFitError
@@ -28,6 +28,7 @@ MARGIN = 0.02
 """Share of the peak that must be free besides."""
 
 _MOST_TRIES = 8
+_MOST_SIMULATIONS = 4
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,33 @@ class Planner:
         if chosen is None:
             raise DoesNotFitError(self._nothing_fits(limit_bytes, budget))
         return self._record(chosen, limit_bytes, environment)
+
+    def plan_simulated(
+        self, limit_bytes: int, environment: Environment, simulate: Callable[[Rules | NoPolicy], int]
+    ) -> Plan:
+        """As ``plan``, and the peak of a whole simulated step stays within the limit too, or the plan is tightened.
+
+        Args:
+            limit_bytes: memory of a process.
+            environment: where the plan is made.
+            simulate: returns the peak bytes of the whole step under a policy.
+
+        Raises:
+            DoesNotFitError: as ``plan``.
+        """
+        budget = within = _within(limit_bytes)
+        simulated = 0
+        for _ in range(_MOST_SIMULATIONS):
+            plan = self.plan(limit_bytes, environment, budget_bytes=budget)
+            simulated = simulate(policy_of(plan))
+            if simulated <= within:
+                return plan.model_copy(update={"simulated_peak_bytes": simulated})
+            budget = min(budget, plan.peak_bytes) - (simulated - within)
+        raise DoesNotFitError(
+            f"no plan was found whose simulated step stays under {format_bytes(limit_bytes)}: after "
+            f"{_MOST_SIMULATIONS} tries the simulation is still {format_bytes(simulated - within)} above. Give more "
+            "memory, or leave the simulation out (--no-simulate) and see what the run measures"
+        )
 
     def _search(self, budget: int) -> _Chosen | None:
         target = budget
