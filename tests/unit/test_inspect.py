@@ -228,6 +228,22 @@ def test_names_routing_and_what_blocks_share(executor: str) -> None:
     assert 4 * 4 * 8 in [r.nbytes for r in report.rest]
 
 
+def test_offloaded_values_do_not_count_and_those_that_stay_say_why() -> None:
+    spec = models.Spec(d=128, hidden=192, length=128, layers=2)
+    rules = [{"op": "matmul", "action": "offload"}, {"op": "aten.rsqrt", "action": "offload"}]
+    policy = {"kind": "rules", "default": "recompute", "rules": rules}
+    check(models.build(spec), models.tokens(spec), _call, policy)
+    first, last = lowtide.inspect(models.build(spec), models.tokens(spec), policy).kinds
+    products = [r for r in first.rows if r.op == "aten.mm.default"]
+    assert [(r.decision, r.counted) for r in products] == [("offloaded", False)] * 6
+    small = next(r for r in first.rows if r.op == "aten.rsqrt.default")
+    assert (small.decision, small.why.partition("; ")[2]) == ("saved", "stays here, since it is smaller than 64 KiB")
+    assert {r.why.partition("; ")[2] for r in last.rows if r.op == "aten.mm.default"} == {
+        "stays here, since backward of the last region follows at once"
+    }
+    assert last.saved_bytes - first.saved_bytes == sum(r.nbytes for r in products)
+
+
 def test_what_cannot_be_inspected_is_refused() -> None:
     model, tokens = models.build(SPEC), models.tokens(SPEC)
     with pytest.raises(NothingMatchedError, match=r"'aten.addmm' matched no operator.*aten.mm"):

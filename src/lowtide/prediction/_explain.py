@@ -158,7 +158,9 @@ class _Model:
         for storage, op in fate.kept.items():
             rule, why = self._why(fate, op)
             part.hold(storage, rule, why)
-            part.holds[storage].away = storage not in stays and self._goes_away(rule, storage, call)
+            if rule is not None and self.rules[rule].action == "offload":
+                declined = self._declined(storage, call, storage in stays)
+                part.holds[storage] = _Held(rule, f"{why}{declined}", away=not declined)
         for storage in fate.held:
             part.hold(storage, None, KEEPS)
         for storage, op in fate.needed.items():
@@ -169,15 +171,15 @@ class _Model:
         for op, held in [*((i, False) for i in fate.not_kept), *((i, True) for i in fate.idle)]:
             part.never.append(self._never(fate, op, held=held))
 
-    def _goes_away(self, rule: int | None, storage: int, call: CallRecord) -> bool:
-        """Whether a value is offloaded: not a small one, nor in the last region, whose backward follows at once."""
-        if (
-            rule is None
-            or self.rules[rule].action != "offload"
-            or self.trace.storages[storage].nbytes < MIN_OFFLOAD_BYTES
-        ):
-            return False
-        return any(c.module in self.regions and c.ops[0] >= call.ops[1] for c in self.trace.calls)
+    def _declined(self, storage: int, call: CallRecord, stays: bool) -> str:
+        """Say why a value is not offloaded; empty where it is."""
+        if stays:
+            return "; stays here, since its memory does anyway"
+        if self.trace.storages[storage].nbytes < MIN_OFFLOAD_BYTES:
+            return f"; stays here, since it is smaller than {MIN_OFFLOAD_BYTES // 1024} KiB"
+        if any(c.module in self.regions and c.ops[0] >= call.ops[1] for c in self.trace.calls):
+            return ""
+        return "; stays here, since backward of the last region follows at once"
 
     def _why(self, fate: RegionFate, op: int) -> tuple[int | None, str]:
         decided = fate.decisions.get(op)
