@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs
 
 import lowtide
@@ -12,7 +13,11 @@ import lowtide
 def build() -> nn.Module:
     """Make torchtitan's smallest Llama 3, the same at every call."""
     torch.manual_seed(0)
-    model = llama3_configs["debugmodel"](attn_backend="sdpa").build()
+    config = llama3_configs["debugmodel"](attn_backend="flex")
+    for layer in config.layers:
+        # Flex attention has no backward on a CPU; on GPUs leave this out.
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    model = config.build()
     model.init_states()
     return model
 
