@@ -80,6 +80,7 @@ def test_wrong_input_starts_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.full
 def test_pricing_trains_nothing_and_says_the_peak_that_is_measured(tmp_path):
     _write(tmp_path, "name: s\nbase: base.yaml\npoints: [{run.seed: 1}, {model.dim: 64}]\n")
     document = lowtide(tmp_path, "sweep", "sweep.yaml", "--estimate", "--json").document()
