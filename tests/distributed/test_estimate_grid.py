@@ -9,7 +9,13 @@ from lowtide.training.estimate import estimate_config
 
 SEED = 20261201
 GRID, DRAWN = whole_grid(), drawn_grid(SEED, 24)
-QUICK = {*slice_of(GRID, SEED, 5), *DRAWN[:2], Cell("gpt2", "selective_op", 2, 160, "bf16 mixed", 1)}
+QUICK = {
+    *slice_of(GRID, SEED, 4),
+    DRAWN[0],
+    Cell("gpt2", "selective_op", 2, 160, "bf16 mixed", 1),
+    Cell("qwen3_moe", "selective_op", 4, 128, "fp32", 1),
+    Cell("t5", "selective_op", 4, 128, "fp32", 1),
+}
 
 
 def measured(cell: Cell) -> tuple[int | None, str]:
