@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.estimate import large
 from benchmarks.estimate.grid import Cell, drawn_grid, slice_of, whole_grid
 from lowtide.training.estimate import estimate_config
 from lowtide.units import format_bytes
@@ -58,6 +59,9 @@ def main() -> None:
         ]
         Path(options.keep).write_text("\n".join(lines) + "\n")
     page = _page(results, seconds=time.monotonic() - started)
+    if options.large:
+        rows = [large.in_fresh_process(name) for name in large.SHAPES]
+        page += "\n".join(["", "## Large models", "", *large.table(rows)]) + "\n"
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(page)
     print(_summary([r for rs in results.values() for r in rs]))
@@ -69,6 +73,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--drawn", type=int, default=24, help="cells of the second grid")
     parser.add_argument("--seed", type=int, default=20261201)
     parser.add_argument("--out", type=Path, default=_PAGE)
+    parser.add_argument("--large", action="store_true", help="also estimate Llama-3 8B, 70B and 405B")
     parser.add_argument("--keep", default=None, help="also write every result as a line of JSON")
     return parser.parse_args()
 
