@@ -116,7 +116,8 @@ def _against(frontier: Frontier, peer: Peer) -> Result:
     took = np.array([p.recompute_ns for p in frontier.points], dtype=np.int64)
     both_held, both_took = (held[:, None] + held[None, :]).ravel(), (took[:, None] + took[None, :]).ravel()
     # Routing results are saved by every plan; a peer that lets go of a few bytes of them is given these.
-    fits, fast = both_held <= max(peer.held_bytes, int(both_held.min())), both_took <= peer.recompute_ns
+    peer = replace(peer, held_bytes=max(peer.held_bytes, int(both_held.min())))
+    fits, fast = both_held <= peer.held_bytes, both_took <= peer.recompute_ns
     fastest = min(zip(both_took[fits].tolist(), both_held[fits].tolist(), strict=True))
     smallest = min(zip(both_held[fast].tolist(), both_took[fast].tolist(), strict=True))
     return Result(frontier.executor, peer, (fastest[1], fastest[0]), smallest)

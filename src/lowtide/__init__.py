@@ -8,15 +8,18 @@
     (training)                          └──────────► measurement ─► peak bytes, saved bytes
 
     module, or a whole step ─► tracing (fake tensors: no GPU, no memory) ─► OpTrace, Estimate
+                                                          limit ─► planning ─► Plan ─► policy
 
     errors        the tree of errors
     units         bytes as people write them
     system/       whole files, processes, the state of a run                                            no torch
     records       OpTrace, Estimate: frozen values, JSON in and out                                     no torch
     inspect_report  InspectReport: what backward needs, and what a policy does with it              no torch
+    plan_record   Plan: what every layer keeps, chosen for a memory limit                           no torch
     run_record    RunRecord: what became of one run, or of one cell of a sweep                          no torch
     policy/       kinds (tagged union) · match (globs on FQNs) · resolve (policy + blocks -> recipes)   no torch
     prediction/   hardware (the table of devices) · profiles · time · the memory of a step from traces  no torch
+    planning/     every best choice for a kind of block · a choice for each layer under a limit · plan files  no torch
     ── torch starts here ──
     tracing/      one block's operators, or a whole training step, under fake tensors, as a target device would run them
     regions/      the only code that changes a model: discover · operators · apply and remove · recompute · replay
@@ -48,10 +51,12 @@ if TYPE_CHECKING:
         estimate,
         inspect,
         measure,
+        plan,
         saved_bytes,
         trace,
     )
     from lowtide.inspect_report import InspectReport
+    from lowtide.plan_record import Plan
     from lowtide.policy import EveryNthLayer, Full, MemoryBudget, NoPolicy, Rule, Rules, SelectiveOp, SomeLayers
     from lowtide.records import Estimate, Measurement, OpTrace
     from lowtide.reports import load_runs
@@ -66,6 +71,7 @@ _HOMES = {
     "estimate": "lowtide.api",
     "measure": "lowtide.api",
     "inspect": "lowtide.api",
+    "plan": "lowtide.api",
     "saved_bytes": "lowtide.api",
     "trace": "lowtide.api",
     "EveryNthLayer": "lowtide.policy",
@@ -77,6 +83,7 @@ _HOMES = {
     "SelectiveOp": "lowtide.policy",
     "SomeLayers": "lowtide.policy",
     "InspectReport": "lowtide.inspect_report",
+    "Plan": "lowtide.plan_record",
     "Estimate": "lowtide.records",
     "Measurement": "lowtide.records",
     "OpTrace": "lowtide.records",
@@ -94,6 +101,7 @@ __all__ = [
     "MemoryBudget",
     "NoPolicy",
     "OpTrace",
+    "Plan",
     "Rule",
     "Rules",
     "RunRecord",
@@ -107,6 +115,7 @@ __all__ = [
     "inspect",
     "load_runs",
     "measure",
+    "plan",
     "saved_bytes",
     "trace",
 ]

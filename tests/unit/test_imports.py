@@ -101,8 +101,14 @@ def test_the_public_names_are_these():
 
 PARTS = {
     "lowtide.api": [
-        "Applied", "SavedBytes", "SavedColumn", "TrainSetup", "apply", "checkpoint_name", "estimate", "inspect", "measure",
-        "saved_bytes", "trace",
+        "Applied", "SavedBytes", "SavedColumn", "TrainSetup", "apply", "checkpoint_name", "estimate", "inspect",
+        "measure", "plan", "saved_bytes", "trace",
+    ],
+    "lowtide.planning": [
+        "MARGIN", "Assigned", "BlockFacts", "Call", "Choice", "Executor", "Frontier", "Graph", "Kind", "Menu", "Planner",
+        "Point", "Step", "assign", "best_under", "check_model", "evaluate", "frontier_of", "graph_of", "keep_all",
+        "least_peak", "menus_of", "parameters_hash", "patterns_of", "peak_of", "plan_table", "plan_text", "policy_of",
+        "read_plan", "step_of", "write_plan",
     ],
     "lowtide.measurement": [
         "AllocatorEvents", "BlockSaved", "EventAccount", "LiveStorages", "Peak", "PeakMeter", "SavedMeasurement",
@@ -120,8 +126,8 @@ PARTS = {
     ],
     "lowtide.reports": [
         "Found", "estimate_page", "find_records", "frontier_of", "load_runs", "plot_frontier", "plot_prediction",
-        "plot_timeline", "rows_of", "to_csv", "to_frame", "to_parquet", "to_png", "write_estimate_page", "write_inspect_page",
-        "write_page",
+        "plot_timeline", "rows_of", "to_csv", "to_frame", "to_parquet", "to_png", "write_estimate_page",
+        "write_inspect_page", "write_page",
     ],
     "lowtide.sweeps": [
         "Cell", "Finished", "LiveProgress", "PlainProgress", "Resolved", "Store", "Submitted", "SweepConfig", "Tally",

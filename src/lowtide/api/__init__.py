@@ -3,6 +3,7 @@
 from lowtide.api._estimate import TrainSetup, estimate
 from lowtide.api._inspect import inspect
 from lowtide.api._measure import measure
+from lowtide.api._plan import plan
 from lowtide.api._saved_bytes import SavedBytes, SavedColumn, saved_bytes
 from lowtide.api._trace import trace
 from lowtide.regions import Applied, apply, checkpoint_name
@@ -17,6 +18,7 @@ __all__ = [
     "estimate",
     "inspect",
     "measure",
+    "plan",
     "saved_bytes",
     "trace",
 ]
