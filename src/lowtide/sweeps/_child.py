@@ -62,6 +62,7 @@ class Child:
         self._looked_at = 0.0
         self.pids: set[int] = set()
         self.started = time.monotonic()
+        scratch.mkdir(mode=0o700)
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self._process = subprocess.Popen(
                 guard(list(command)),
@@ -75,8 +76,9 @@ class Child:
 
     @staticmethod
     def new_mark() -> tuple[str, Path]:
-        """Return a mark and a scratch folder that no other child has; write them down before starting it."""
-        return secrets.token_hex(16), Path(tempfile.mkdtemp(prefix=SCRATCH))
+        """Return a mark and a scratch folder that no other child has; write them down before there is either."""
+        mark = secrets.token_hex(16)
+        return mark, Path(tempfile.gettempdir(), f"{SCRATCH}{mark[:16]}")
 
     def poll(self) -> Ended | None:
         """Return how the child ended, once it and everything that it started are gone."""
