@@ -169,7 +169,7 @@ class Record:
         steps = schedule.steps
         if self._passed_on:
             self._fetch_first(runs)
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        with _below_autograd():
             for run in runs:
                 for before, after, copied in run.writes:
                     base = values[before]
@@ -259,6 +259,29 @@ class Record:
     def outside(self) -> list[torch.Tensor]:
         """Return the tensors from outside that replay reads."""
         return [held.tensor for held in self._held.values() if isinstance(held, Held)]
+
+
+class _below_autograd:  # noqa: N801 (a context manager; as a generator it would cost as much as an operator)
+    """Run operators as they ran below the recording: no graph, and no casts, which are on the record."""
+
+    __slots__ = ("_autocast", "_autograd", "_grad")
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        if self._grad:
+            torch._C._set_grad_enabled(False)
+        self._autocast = torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else None
+        if self._autocast is not None:
+            self._autocast.__enter__()
+        self._autograd = torch._C._AutoDispatchBelowAutograd()
+        self._autograd.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._autograd.__exit__(*error)
+        if self._autocast is not None:
+            self._autocast.__exit__(*error)
+        if self._grad:
+            torch._C._set_grad_enabled(True)
 
 
 @contextmanager
