@@ -101,14 +101,14 @@ def test_the_public_names_are_these():
 
 PARTS = {
     "lowtide.api": [
-        "Applied", "SavedBytes", "SavedColumn", "TrainSetup", "apply", "checkpoint_name", "estimate", "inspect",
-        "measure", "plan", "saved_bytes", "trace",
+        "Applied", "SavedBytes", "SavedColumn", "TrainSetup", "apply", "as_policy", "checkpoint_name", "estimate",
+        "inspect", "measure", "plan", "saved_bytes", "trace",
     ],
     "lowtide.planning": [
-        "MARGIN", "Assigned", "BlockFacts", "Call", "Choice", "Executor", "Frontier", "Graph", "Kind", "Menu", "Planner",
-        "Point", "Step", "assign", "best_under", "check_model", "evaluate", "frontier_of", "graph_of", "keep_all",
-        "least_peak", "menus_of", "parameters_hash", "patterns_of", "peak_of", "plan_table", "plan_text", "policy_of",
-        "read_plan", "step_of", "write_plan",
+        "Assigned", "BlockFacts", "Call", "Choice", "Executor", "Frontier", "Graph", "Kind", "MARGIN", "Menu",
+        "Planner", "Point", "Step", "assign", "best_under", "check_model", "evaluate", "frontier_of", "graph_of",
+        "keep_all", "least_peak", "menus_of", "parameters_hash", "patterns_of", "peak_of", "plan_table", "plan_text",
+        "policy_of", "read_plan", "step_of", "write_plan",
     ],
     "lowtide.measurement": [
         "AllocatorEvents", "BlockSaved", "EventAccount", "LiveStorages", "Peak", "PeakMeter", "SavedMeasurement",
@@ -116,7 +116,7 @@ PARTS = {
         "places_in", "tensors_in",
     ],
     "lowtide.policy": [
-        "ALIASES", "Block", "EveryNthLayer", "Full", "Keep", "LayerPolicy", "MemoryBudget", "NoPolicy", "Pattern",
+        "ALIASES", "Block", "EveryNthLayer", "Full", "Keep", "LayerPolicy", "MemoryBudget", "NoPolicy", "Pattern", "PlanPolicy",
         "Policy", "ROUTING_OPS", "RegionRecipe", "Resolution", "Rule", "Rules", "SaveRule", "SelectiveOp", "SomeLayers",
         "expand", "match_fqns", "named_policy", "parse_policy", "preset_names", "resolve", "rules_of",
     ],

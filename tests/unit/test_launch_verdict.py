@@ -128,7 +128,9 @@ def test_the_number_of_processes(monkeypatch):
         choose_nproc(0)
 
 
-@pytest.mark.parametrize("module", ["launch", "agent", "run_folder", "rank_status", "ids", "mesh", "events", "tracking"])
+@pytest.mark.parametrize(
+    "module", ["launch", "agent", "run_folder", "rank_status", "ids", "mesh", "events", "tracking"]
+)
 def test_what_launchers_sweeps_and_reports_read_imports_no_torch(module):
     code = f"import sys, lowtide.training.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -4,9 +4,10 @@ from lowtide.api._estimate import TrainSetup, estimate
 from lowtide.api._inspect import inspect
 from lowtide.api._measure import measure
 from lowtide.api._plan import plan
+from lowtide.api._planned import apply, as_policy
 from lowtide.api._saved_bytes import SavedBytes, SavedColumn, saved_bytes
 from lowtide.api._trace import trace
-from lowtide.regions import Applied, apply, checkpoint_name
+from lowtide.regions import Applied, checkpoint_name
 
 __all__ = [
     "Applied",
@@ -14,6 +15,7 @@ __all__ = [
     "SavedColumn",
     "TrainSetup",
     "apply",
+    "as_policy",
     "checkpoint_name",
     "estimate",
     "inspect",

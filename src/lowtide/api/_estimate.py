@@ -24,8 +24,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lowtide.api._planned import as_policy
 from lowtide.errors import NothingMatchedError, UserError
-from lowtide.policy import NoPolicy, parse_policy
+from lowtide.policy import NoPolicy
 from lowtide.prediction import Device, DeviceProfile, find_device
 from lowtide.records import Estimate
 from lowtide.regions import apply, bare_fqn, find_blocks, slots
@@ -95,7 +96,7 @@ def estimate(model: nn.Module, inputs: Any, *, policy: object = None, setup: Tra
     sizes = _sizes(setup)
     world_size = math.prod(sizes.values())
     device = find_device(setup.device)
-    parsed = parse_policy(policy) if policy is not None else NoPolicy()
+    parsed = as_policy(policy) if policy is not None else NoPolicy()
     _refuse_sharded(model)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import nn
 
+from lowtide.api._planned import as_policy
 from lowtide.errors import NothingMatchedError, RefusedError, nearest
 from lowtide.inspect_report import InspectReport
 from lowtide.measurement import tensors_in
-from lowtide.policy import ALIASES, LayerPolicy, NoPolicy, Rule, parse_policy, rules_of
+from lowtide.policy import ALIASES, LayerPolicy, NoPolicy, Rule, rules_of
 from lowtide.prediction import ExplainedRegion, explain, speeds_of
 from lowtide.records import OpTrace
 from lowtide.regions import Region, apply, find_blocks, innermost, slots
@@ -56,7 +57,7 @@ def inspect(
         RefusedError: a policy is applied already.
         UserError: a forward that depends on the values of tensors.
     """
-    parsed = parse_policy(policy)
+    parsed = as_policy(policy)
     if parsed.kind == "memory_budget":
         raise RefusedError(
             "policy memory_budget: the compiler chooses what to keep when it compiles a block, and inspect runs eager "

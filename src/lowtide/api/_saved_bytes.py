@@ -27,9 +27,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from lowtide.api._planned import as_policy
 from lowtide.errors import NothingMatchedError, PolicyError, UserError
 from lowtide.measurement import measure_saved_bytes, tensors_in
-from lowtide.policy import Full, LayerPolicy, NoPolicy, parse_policy
+from lowtide.policy import Full, LayerPolicy, NoPolicy
 from lowtide.regions import apply, compress_names, find_blocks, slots
 from lowtide.tracing import as_with_real_tensors, fake_building
 from lowtide.units import format_bytes
@@ -106,7 +107,7 @@ def saved_bytes(
     Raises:
         UserError: a policy that cannot be applied here, compiled code, or a model that fake tensors cannot run.
     """
-    named = _named([parse_policy(policy) for policy in policies])
+    named = _named([as_policy(policy) for policy in policies])
     with torch.random.fork_rng(devices=[]), FakeTensorMode() as mode:
         with fake_building(mode):
             model, inputs = build(), make_inputs()

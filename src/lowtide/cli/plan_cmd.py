@@ -47,12 +47,10 @@ def plan(
     Exit code 3 where nothing fits: the message has the least possible peak, what holds it up, and what helps.
     """
     from lowtide.cli.estimate_cmd import _processes, _threads
-    from lowtide.planning import Planner, write_plan
-    from lowtide.policy import NoPolicy, Rules
+    from lowtide.planning import write_plan
     from lowtide.prediction import read_profile
     from lowtide.training.config import load_config
-    from lowtide.training.estimate import estimate_config
-    from lowtide.training.predict import outline_config
+    from lowtide.training.planned import plan_config
     from lowtide.units import parse_bytes
 
     limit_bytes = parse_bytes(limit)
@@ -60,20 +58,17 @@ def plan(
     processes = _processes(settings, nproc)
     threads = settings.launch.threads or _threads(processes)
     speeds = None if profile is None else read_profile(profile)
-    parts = outline_config(settings, world_size=processes, rank=rank, device=device, threads=threads, profile=speeds)
-    outline = parts.outlined.outline
-    planner = Planner(outline, parts.outlined.traces, executor=executor, device=parts.device)
-
-    def simulated(policy: Rules | NoPolicy) -> int:
-        changed = settings.model_copy(update={"policy": policy})
-        return estimate_config(
-            changed, world_size=processes, rank=rank, device=device, threads=threads, profile=speeds
-        ).peak_bytes
-
-    if simulate:
-        found = planner.plan_simulated(limit_bytes, outline.environment, simulated)
-    else:
-        found = planner.plan(limit_bytes, outline.environment)
+    found = plan_config(
+        settings,
+        limit_bytes,
+        world_size=processes,
+        rank=rank,
+        device=device,
+        threads=threads,
+        profile=speeds,
+        executor=executor,
+        simulate=simulate,
+    )
     if out is not None:
         write_plan(found, out)
     document = {"config": str(config), "out": None if out is None else str(out), **found.model_dump(mode="json")}

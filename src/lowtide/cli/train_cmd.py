@@ -30,6 +30,9 @@ def train(
         str | None,
         Parameter(help="'auto' (the newest run of the same run.name, or a fresh one) or the folder of a run."),
     ] = None,
+    plan: Annotated[
+        Path | None, Parameter(help="A plan file of `lowtide plan`, in the place of the config's policy.")
+    ] = None,
     experiment_id: Annotated[str | None, Parameter(help="Name of the run's folder; default: made anew.")] = None,
     json: Json = False,
 ) -> Answer:
@@ -41,6 +44,8 @@ def train(
     from lowtide.training.ids import check_experiment_id
     from lowtide.training.launch import launch, under_torchrun
 
+    if plan is not None:
+        set_ = (*set_, f"policy={{kind: plan, path: {_quoted(str(plan))}}}")
     if under_torchrun():
         return _rank(config, set_, resume, experiment_id, json=json)
     settings = load_config(config, set_).config
@@ -103,3 +108,10 @@ def _answer(result: LaunchResult, *, json: bool) -> Answer:
         "summary": summary,
     }
     return Answer(document, text="", json=json, exit_code=result.exit_code)
+
+
+def _quoted(text: str) -> str:
+    """Write text so that YAML reads it as it is."""
+    import json
+
+    return json.dumps(text, ensure_ascii=False)

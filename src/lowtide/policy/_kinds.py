@@ -14,6 +14,7 @@ from lowtide.errors import PolicyError, nearest
 from lowtide.policy._base import OP_NAME, Frozen, Keep, LayerPolicyBase, Whole, as_patterns, parse_share
 from lowtide.policy._presets import named_policy
 from lowtide.policy._rules import Rule, Rules
+from lowtide.units import parse_bytes
 
 
 class SaveRule(Frozen):
@@ -142,6 +143,40 @@ Policy = Annotated[
 LayerPolicy = Full | EveryNthLayer | SomeLayers | SelectiveOp | Rules | MemoryBudget
 """The kinds that make regions."""
 
+
+class PlanPolicy(Frozen):
+    """What `lowtide plan` chose, or is to choose at the start of the run for a memory limit."""
+
+    kind: Literal["plan"] = "plan"
+
+    path: str | None = None
+    """A plan file. It must be for this model; where it is not, the run ends and says what differs."""
+
+    limit: str | None = None
+    """Memory of a process, such as `80GiB`: rank 0 plans before the run starts and tells the others; the plan is kept
+    in the run's folder. Give this or `path`."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> PlanPolicy:
+        if (self.path is None) == (self.limit is None):
+            raise ValueError("give `path` (a plan file) or `limit` (memory to plan for), and not both")
+        if self.limit is not None:
+            parse_bytes(self.limit)
+        return self
+
+    @classmethod
+    def parse(cls, value: Mapping[Any, Any]) -> PlanPolicy:
+        """Read a mapping as in YAML.
+
+        Raises:
+            PolicyError: an unknown key, or both or none of `path` and `limit`.
+        """
+        try:
+            return cls.model_validate(dict(value))
+        except ValidationError as error:
+            raise PolicyError(_explain(error, "plan")) from None
+
+
 _ADAPTER: TypeAdapter[NoPolicy | LayerPolicy] = TypeAdapter(Policy)
 _MODELS: dict[str, type[BaseModel]] = {
     model.model_fields["kind"].default: model
@@ -166,6 +201,11 @@ def parse_policy(value: object) -> NoPolicy | LayerPolicy:
             f"got {type(value).__name__}. Kinds: {', '.join(_MODELS)}"
         )
     kind = value.get("kind")
+    if kind == "plan":
+        raise PolicyError(
+            "policy.kind: a plan is read where the model is known: lowtide.apply(model, {'kind': 'plan', 'path': ...}),"
+            " `policy` in a config, or `lowtide train --plan`"
+        )
     if not isinstance(kind, str) or kind not in _MODELS:
         near = nearest(str(kind), _MODELS, count=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -193,7 +233,7 @@ def _explain(error: ValidationError, kind: str) -> str:
 
 def _unknown_key(path: str, kind: str) -> str:
     inner = [model for start, model in _INNER.items() if path.startswith(start)]
-    legal = list((inner[0] if inner else _MODELS[kind]).model_fields)
+    legal = list((inner[0] if inner else PlanPolicy if kind == "plan" else _MODELS[kind]).model_fields)
     near = nearest(path.rsplit(".", 1)[-1], legal, count=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{path}: unknown key. Legal keys: {', '.join(legal)}.{hint}"

@@ -66,8 +66,8 @@ class Built:
         return self.parallelized.model
 
 
-def build(config: TrainConfig, world: World) -> Built:
-    """Build model, data and optimizer for this rank.
+def build(config: TrainConfig, world: World, *, policy: object = None) -> Built:
+    """Build model, data and optimizer for this rank, under the config's policy or another one.
 
     Raises:
         ConfigError: model and data do not fit together.
@@ -88,7 +88,7 @@ def build(config: TrainConfig, world: World) -> Built:
         flops = model_flops_per_token(model, sequence_length=tokens)
         parallelized = parallelize(
             model,
-            policy=config.policy,
+            policy=config.policy if policy is None else policy,
             sharding=config.sharding,
             precision=config.precision,
             device=world.device,

@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 from lowtide.api import saved_bytes
 from lowtide.errors import ConfigError, InputError, LowtideError
+from lowtide.plan_record import Plan
+from lowtide.planning import policy_of, write_plan
 from lowtide.system.run_state import Status, finish_run, status_of
 from lowtide.training.build import Built, build, build_bare
 from lowtide.training.cause import find_cause, leave_error
@@ -35,6 +37,7 @@ from lowtide.training.loop import Outcome, Trainer, next_token_loss
 from lowtide.training.mesh import World, during, on_main, process_group, read_place
 from lowtide.training.model.forward import forward_logits
 from lowtide.training.out_of_memory import explain_out_of_memory
+from lowtide.training.planned import Prepared, prepare, told
 from lowtide.training.profiling import profiler_of, write_operators
 from lowtide.training.run_folder import RunFolder, find_latest
 from lowtide.training.stopping import StopRequest, stop_on_signals
@@ -45,6 +48,7 @@ __all__ = ["run"]
 
 _LOG = logging.getLogger(__name__)
 _CHECKPOINTS = "checkpoints"
+_PLAN = "plan.yaml"
 
 
 def run(
@@ -71,7 +75,8 @@ def run(
     """
     loaded = _load(config)
     started = time.time()
-    expected = _expected(loaded.config)
+    prepared = prepare(loaded.config, read_place())
+    expected = _expected(loaded.config, prepared)
     with (
         stop_on_signals() as stop,
         process_group(loaded.config.launch.timeout_s) as world,
@@ -80,7 +85,7 @@ def run(
         _check_processes(loaded.config, world)
         folder, note = _open_folder(loaded, experiment_id, resume)
         with folder.logging():
-            attempt = _Attempt(loaded, world, folder, stop, started, expected)
+            attempt = _Attempt(loaded, world, folder, stop, started, prepared, expected)
             try:
                 summary = attempt.go(note, json_output=json_output)
             except BaseException as error:
@@ -97,9 +102,11 @@ def run(
     return summary
 
 
-def _expected(config: TrainConfig) -> Forecast | None:
+def _expected(config: TrainConfig, prepared: Prepared) -> Forecast | None:
     """Estimate the step on rank 0, where the config asks for it; others have none."""
     place = read_place()
+    if prepared.plan is not None:
+        config = config.model_copy(update={"policy": policy_of(prepared.plan)})
     return forecast(config, place) if config.estimate and place.rank == 0 and not dist.is_initialized() else None
 
 
@@ -178,6 +185,7 @@ class _Attempt:
     stop: StopRequest
     started: float
     """Wall-clock time; what other ranks left before it is of an earlier attempt."""
+    prepared: Prepared = field(default_factory=Prepared)
     expected: Forecast | None = None
     """What rank 0 estimated."""
     bus: Bus = field(default_factory=Bus)
@@ -192,11 +200,14 @@ class _Attempt:
         # Rank 0's alone, and first: a tracker that cannot be meant is an error on every rank.
         on_main(lambda: self._watch(json_output=json_output))
         checkpoints = self.folder.path / _CHECKPOINTS
-        built = build(config, self.world)
+        policy = told(config, self.prepared)
+        if isinstance(policy, Plan) and self.world.is_main:
+            write_plan(policy, self.folder.path / _PLAN)
+        built = build(config, self.world, policy=policy)
         found = latest_complete(checkpoints) if self.folder.resumed else None
         progress = self._resume(built, found) if found is not None else Progress(0, 0, 0)
         self._announce(built, progress, note)
-        saved, saved_note = self._saved_bytes(built)
+        saved, saved_note = self._saved_bytes(built, policy)
         trainer = Trainer(built, self.bus, checkpoints, progress=progress, saved=found is not None, stop=self.stop)
         self.outcome = trainer.outcome
         profiler = profiler_of(config, built, self.folder.path, rank=self.world.rank)
@@ -275,7 +286,7 @@ class _Attempt:
             found.append(f"step {progress.step} of {self.loaded.config.training.steps} is done already")
         return found
 
-    def _saved_bytes(self, built: Built) -> tuple[tuple[SavedRow, ...], str]:
+    def _saved_bytes(self, built: Built, policy: object) -> tuple[tuple[SavedRow, ...], str]:
         """Count what one forward saves under the policy, none and full; on rank 0, told to all."""
         config = self.loaded.config
         like = [(t.shape, t.dtype) for t in next(iter(built.data.batches()))]
@@ -285,7 +296,7 @@ class _Attempt:
                 result = saved_bytes(
                     lambda: build_bare(config),
                     lambda: tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in like),
-                    policies=[config.policy],
+                    policies=[policy],
                     forward=lambda model, batch: next_token_loss(forward_logits(model, batch[0]), batch[1]),
                 )
             except Exception as error:

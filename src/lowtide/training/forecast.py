@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowtide.training.config import TrainConfig
     from lowtide.training.mesh import Place
 
-__all__ = ["Forecast", "compare", "forecast"]
+__all__ = ["Forecast", "compare", "forecast", "torch_device_name"]
 
 _LOG = logging.getLogger(__name__)
 _TOLERANCE = 0.05
@@ -56,7 +56,7 @@ def forecast(config: TrainConfig, place: Place) -> Forecast:
         return Forecast(None, {}, note="compiled code is not estimated")
     on_gpu = torch.cuda.is_available()
     try:
-        device = _device_name() if on_gpu else "cpu"
+        device = torch_device_name()
         from lowtide.training.estimate import estimate_config
 
         found = estimate_config(config, world_size=place.world_size, rank=place.rank, device=device)
@@ -72,12 +72,19 @@ def forecast(config: TrainConfig, place: Place) -> Forecast:
     )
 
 
-def _device_name() -> str:
+def torch_device_name() -> str:
+    """Return what the table of devices calls the one that torch computes on here.
+
+    Raises:
+        UserError: a GPU that the table does not know.
+    """
     import torch
 
     from lowtide.errors import UserError
     from lowtide.prediction import match_device
 
+    if not torch.cuda.is_available():
+        return "cpu"
     name = torch.cuda.get_device_name()
     known = match_device(name)
     if known is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.api import inspect
+from lowtide.api import as_policy, inspect
 from lowtide.errors import PolicyError
 from lowtide.inspect_report import InspectReport
 from lowtide.policy import MemoryBudget, NoPolicy, Rules, expand
@@ -69,7 +69,7 @@ def expand_config(config: TrainConfig) -> Rules:
         NothingMatchedError: no blocks, or patterns that match none.
         Exception: whatever building the model under fake tensors raises.
     """
-    policy = config.policy
+    policy = as_policy(config.policy)
     if isinstance(policy, NoPolicy | MemoryBudget):
         raise PolicyError(f"policy {policy.kind} is no choice between operators, and no rules say it")
     if isinstance(policy, Rules):

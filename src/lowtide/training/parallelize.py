@@ -34,9 +34,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide.api import Applied, apply
+from lowtide.api import Applied, apply, as_policy
 from lowtide.errors import NothingMatchedError, RefusedError, listing
-from lowtide.policy import Full, NoPolicy, parse_policy
+from lowtide.policy import Full, NoPolicy
 from lowtide.regions import find_blocks, slots
 from lowtide.training.optim import matrix_names
 from lowtide.training.parallelize_kinds import (
@@ -97,7 +97,7 @@ def parallelize(
 
     Args:
         model: as built, with equal weights on every rank (build after the same seed).
-        policy: a policy of lowtide, or a mapping.
+        policy: a policy of lowtide, a mapping or a plan.
         sharding: how parameters are split.
         precision: types of parameters, computation and gradient sums.
         device: where this rank computes.
@@ -110,7 +110,7 @@ def parallelize(
         PolicyError: from ``lowtide.apply``.
         NothingMatchedError: there are no blocks to compile.
     """
-    _refuse_combinations(sharding, precision, parse_policy(policy))
+    _refuse_combinations(sharding, precision, as_policy(policy))
     matrices = matrix_names(model)
     _cast_parameters(model, _DTYPES[precision.parameters])
     is_split = isinstance(sharding, Fsdp2Config | Fsdp1Config)

@@ -7,7 +7,17 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from lowtide.policy import EveryNthLayer, Full, MemoryBudget, NoPolicy, Rules, SelectiveOp, SomeLayers, named_policy
+from lowtide.policy import (
+    EveryNthLayer,
+    Full,
+    MemoryBudget,
+    NoPolicy,
+    PlanPolicy,
+    Rules,
+    SelectiveOp,
+    SomeLayers,
+    named_policy,
+)
 from lowtide.training.optim_kinds import ScheduleConfig
 from lowtide.training.parallelize_kinds import (
     DdpConfig,
@@ -143,7 +153,9 @@ class TrainConfig(Section):
     """Where batches come from. Batch sizes are per process."""
 
     policy: Annotated[
-        NoPolicy | Full | EveryNthLayer | SomeLayers | SelectiveOp | Rules | MemoryBudget, ByKind(), _BY_NAME
+        NoPolicy | Full | EveryNthLayer | SomeLayers | SelectiveOp | Rules | MemoryBudget | PlanPolicy,
+        ByKind(),
+        _BY_NAME,
     ] = NoPolicy()
     """Which activations are kept and which are recomputed in backward. Gradients stay the same, bit by bit. The name
     of a preset (`torchtitan`, `megatron_selective`, `save_attention`, `pointwise_only`) stands for its policy."""
