@@ -116,9 +116,9 @@ PARTS = {
         "places_in", "tensors_in",
     ],
     "lowtide.policy": [
-        "ALIASES", "Block", "EveryNthLayer", "Full", "Keep", "LayerPolicy", "MemoryBudget", "NoPolicy", "Pattern", "PlanPolicy",
-        "Policy", "ROUTING_OPS", "RegionRecipe", "Resolution", "Rule", "Rules", "SaveRule", "SelectiveOp", "SomeLayers",
-        "expand", "match_fqns", "named_policy", "parse_policy", "preset_names", "resolve", "rules_of",
+        "ALIASES", "Block", "EveryNthLayer", "Full", "Keep", "LayerPolicy", "MemoryBudget", "NoPolicy", "Pattern",
+        "PlanPolicy", "Policy", "ROUTING_OPS", "RegionRecipe", "Resolution", "Rule", "Rules", "SaveRule", "SelectiveOp",
+        "SomeLayers", "expand", "match_fqns", "named_policy", "parse_policy", "preset_names", "resolve", "rules_of",
     ],
     "lowtide.regions": [
         "Applied", "Region", "Slot", "apply", "bare_fqn", "checkpoint_name", "compress_names", "find_blocks",
