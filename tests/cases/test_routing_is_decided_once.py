@@ -79,6 +79,42 @@ def test_a_router_that_flips_in_recompute_changes_nothing(policy, share):
     law.assert_law(partial(_build, share), _run, policy, steps=2)
 
 
+class Normalising(Flipping):
+    """Divides the weights of the chosen in place, so that they add up to one (Qwen3's router)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.scores(flat).topk(2, dim=-1)
+        weights /= weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            token, slot = (chosen == i).nonzero(as_tuple=True)
+            out = out.index_add(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view_as(x)
+
+
+@both
+def test_weights_that_are_scaled_in_place_leave_the_choice_alone(policy):
+    def build() -> nn.Module:
+        model = models.build(SPEC)
+        torch.manual_seed(1)
+        for block in model.layers:
+            block.feed = Normalising(SPEC)
+        return model
+
+    def run(model: nn.Module, i: int, *, twice: bool) -> Tensor:
+        Jitter.calls = 0
+        tokens = models.tokens(SPEC, step=i)
+        loss = models.loss_of(model(tokens), tokens)
+        if twice:
+            loss.backward(retain_graph=True)
+        loss.backward()
+        return loss
+
+    for twice in (False, True):
+        law.assert_law(build, partial(run, twice=twice), policy, steps=3)
+
+
 @both
 def test_topk_runs_once(policy):
     plain, model = models.build(SPEC), models.build(SPEC)

@@ -138,6 +138,8 @@ class Recording(_RegionMode):
         self.overwritten: set[int] = set()
         """Storages that were written to, where names matter."""
         self.kept_storages: dict[int, list[int]] = {}
+        self.routed: set[int] = set()
+        """Positions of routing results: they stay, also where a part of them is written in place."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -149,6 +151,8 @@ class Recording(_RegionMode):
         if trait & Trait.RANDOM:
             self._check_random(func, args, kwargs)
         tape = self.tape
+        if self.routed and trait & Trait.MUTATES:
+            self._save_routing(func, args, kwargs)
         # Before the call: an operator such as t_ changes the shape of its own argument.
         literals = literals_of(args, kwargs) if tape.thorough else None
         out = func(*args, **kwargs)
@@ -186,6 +190,7 @@ class Recording(_RegionMode):
             self.witness.matched(self.plan.rules[rule].number)
         if trait & Trait.ROUTING:
             self.tape.saw_routing = True
+            self.routed.add(position)
             return True
         if rule is None and decision.keep:
             call = self.defaults
@@ -208,6 +213,20 @@ class Recording(_RegionMode):
 
     def _park(self, parked: ParkedCall, key: tuple[int | None, int], value: torch.Tensor) -> Any:
         return share(value) if parked.parking.refuses(key, value) else parked.park(key, value)
+
+    def _save_routing(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Copy what is about to be written in place beside a router's choice (it scales the weights of the chosen)."""
+        for target in mutated_arguments(func, args, kwargs):
+            storage = storage_of(target)
+            for position in self.routed.intersection(self.kept_storages.get(storage, ())):
+                kept = self.tape.kept[position]
+
+                def whole(tensor: torch.Tensor, storage: int = storage) -> torch.Tensor:
+                    return tensor.clone() if storage_of(tensor) == storage else tensor
+
+                value = tree_map_only(torch.Tensor, whole, kept.value)
+                self.tape.kept[position] = Kept(value, version_of(value), kept.generators, written_later=True)
+                self.kept_storages[storage].remove(position)
 
     def _forget_overwritten(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Drop kept values that this operator overwrites: they are recomputed, writes and all."""
@@ -340,6 +359,8 @@ class Repeating(_RegionMode):
         if self.release:
             del self.tape.kept[position]
         value = kept.value
+        if kept.written_later:
+            return tree_map_only(torch.Tensor, torch.clone, value)
         if isinstance(value, torch.Tensor | Away):
             return _present(value)
         return tree_map_only((torch.Tensor, Away), _present, value)

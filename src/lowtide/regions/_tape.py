@@ -53,6 +53,8 @@ class Kept:
     version: int
     generators: list[tuple[str, torch.Tensor]] | None
     """Where the generators stood after it, if the operator drew random numbers."""
+    written_later: bool = False
+    """Whether the region writes to it in place: recompute gets a copy each time."""
 
 
 @dataclass
