@@ -198,6 +198,11 @@ class OpRecord(Value):
     instead_of: str | None = None
     """What the traced device would have run here, where the target's kernel differs."""
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether it makes memory and fills nothing in: of the tensors that it is given it reads only the form."""
+        return self.op.split(".")[1].startswith(("empty", "new_empty"))
+
 
 class CallRecord(Value):
     """One call of a module in forward. Places are numbers of operators, or of packed tensors, that came before."""

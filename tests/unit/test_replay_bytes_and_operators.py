@@ -49,6 +49,17 @@ def test_what_backward_never_needs_does_not_run():
     assert _made(_again(function)) == {"aten.addmm.default": 1, "aten.tanh.default": 1}
 
 
+def test_a_mask_does_not_hang_on_what_it_is_the_mask_of():
+    """Dropout asks for memory like its input's; the product before it does not run again for that."""
+
+    def function(block: Any, x: Tensor) -> Tensor:
+        return F.dropout(block.down(block.up(x).relu()), 0.5, training=True)
+
+    again = _again(function)
+    assert again["aten.addmm.default"] == 1, "up, for what down reads; down itself is not needed"
+    assert again["aten.bernoulli_.float"] == 1
+
+
 def test_a_kept_value_cuts_the_chain_above_it():
     def function(block: Any, x: Tensor) -> Tensor:
         return block.down(block.up(x).sin().exp().cos())

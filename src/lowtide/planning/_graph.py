@@ -142,6 +142,8 @@ class _Builder:
         return value
 
     def read(self, op: OpRecord) -> tuple[int, ...]:
+        if op.is_blank:
+            return ()
         found = {self.current[t.storage] for t in op.inputs if t.storage is not None and t.storage in self.current}
         return tuple(sorted(found))
 

@@ -386,7 +386,8 @@ class _Needs:
         for op in region.ops:
             if op.view:
                 continue
-            self.reads[op.index] = {t.storage for t in op.inputs if t.storage is not None}
+            inputs = () if op.is_blank else op.inputs
+            self.reads[op.index] = {t.storage for t in inputs if t.storage is not None}
             for storage in {*block.made(op), *op.writes}:
                 self.makers[storage].append(op.index)
 

@@ -430,7 +430,8 @@ class _Replay:
     def _op(self, op: OpRecord) -> None:
         if is_view(op) or _packet(op.op) in _VIEWS_IN_PLACE:
             return
-        reads = [self._value(t.storage) for t in op.inputs if t.storage is not None]
+        inputs = () if op.is_blank else op.inputs
+        reads = [self._value(t.storage) for t in inputs if t.storage is not None]
         self.reads[op.index] = tuple(reads)
         writes = self.span.writes(op)
         before = {self.current[s] for s in writes if s in self.current}

@@ -22,6 +22,7 @@ class Kind:
     """What recording must know of an operator, looked up once for each."""
 
     __slots__ = (
+        "blank",
         "call",
         "decides",
         "draws",
@@ -49,6 +50,8 @@ class Kind:
         """Does not come with torch: it may write what its schema does not tell."""
         self.draws = bool(trait & Trait.RANDOM)
         self.writes = written_positions(func) if overload and not self.free else ()
+        self.blank = bool(trait & Trait.UNINITIALISED) and not self.refused and not plan.overloads.get(func)
+        """Makes memory like a tensor's and reads nothing of it."""
         self.special = bool(self.draws or self.writes or self.refused)
         self.ruled = plan.concerns(func)
         self.routing = bool(trait & Trait.ROUTING)
@@ -72,6 +75,9 @@ def _refusal(func: Any, name: str) -> str:
     return ""
 
 
+_FRESH = torch.ops.aten.empty_strided.default
+
+
 class Catalogue:
     """The kinds of operators, under one plan."""
 
@@ -79,6 +85,8 @@ class Catalogue:
         self.plan = plan
         # By id, since an overload's hash is a Python function; a Kind keeps its overload alive.
         self.kinds: dict[int, Kind] = {}
+        self.fresh = self.add(_FRESH)
+        """What stands for every operator that makes memory and fills nothing in."""
 
     def add(self, func: Any) -> Kind:
         """Look an operator up."""

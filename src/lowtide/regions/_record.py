@@ -240,7 +240,22 @@ class Recorder(TorchDispatchMode):
             except (NotImplementedError, RuntimeError):
                 return
 
+    def _record_blank(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record fresh memory by its form alone, else a mask would hang on all that led to what it is the mask of."""
+        out = kind.call(*args, **kwargs)
+        fresh = self.catalogue.fresh
+        self._packed = len(self.slots)
+        makes = self._make(fresh, out)
+        self._noted((fresh, (), makes, ()))
+        form = {"dtype": out.dtype, "device": out.device}
+        self.calls.append(([list(out.shape), list(out.stride())], form, [], None))
+        if kind.decides and makes:
+            self._decide(kind, ((), {}, []), out, makes, ())
+        return out
+
     def _record(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kind.blank:
+            return self._record_blank(kind, args, kwargs)
         states: list[int] = []
         reads: list[tuple[Place, Form | None]] = []
         generators, written = None, ()
