@@ -56,6 +56,13 @@ def test_the_attention_kernel(device, fields, kernel):
     assert found == kernel, reason
 
 
+@pytest.mark.parametrize(("dtype", "kernel"), [("float32", "math"), ("bfloat16", "cudnn")])
+def test_grouped_queries_are_not_for_the_efficient_kernel(dtype, kernel):
+    query, key = (2, 8, 16, 64), (2, 2, 16, 64)
+    one = AttentionCall(query=query, key=key, value=key, dtype=dtype, grouped=True)
+    assert choose_attention(one, DEVICES["H100"])[0] == kernel
+
+
 def test_causal_attention_over_a_longer_past_is_not_for_flash():
     shape, longer = (2, 8, 16, 64), (2, 8, 64, 64)
     one = AttentionCall(query=shape, key=longer, value=longer, dtype="bfloat16", causal=True)

@@ -117,7 +117,7 @@ def _no_efficient(call: AttentionCall, device: Device) -> str:
         (width != call.key[-1], "head sizes of queries and keys differ"),
         (bool(width % alignment or value_width % alignment), f"the head size is no multiple of {alignment}"),
         (call.dtype not in (*_LOW, "float32"), f"it does not take {call.dtype}"),
-        (call.grouped and device.kind == "rocm", "no grouped queries on AMD"),
+        (len(call.query) == 4 and call.query[1] != call.key[1], "it takes as many heads of keys as of queries"),
     )
     return next((reason for refused, reason in checks if refused), "")
 
