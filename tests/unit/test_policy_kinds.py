@@ -63,7 +63,7 @@ REFUSED = [
     ({"kind": "every_nth_layer"}, ["policy.n", "required"]),
     ({"kind": "every_nth_layer", "n": 0}, ["policy.n", "greater than or equal to 1", "got 0"]),
     ({"kind": "every_nth_layer", "n": -1}, ["policy.n", "greater than or equal to 1"]),
-    ({"kind": "every_nth_layer", "n": "two"}, ["policy.n", "whole number", "'two'"]),
+    ({"kind": "every_nth_layer", "n": "two"}, ["policy.n", "integer", "'two'"]),
     ({"kind": "every_nth_layer", "n": 1.5}, ["policy.n", "1.5"]),
     ({"kind": "every_nth_layer", "n": True}, ["policy.n", "True"]),
     ({"kind": "every_nth_layer", "N": 2}, ["policy.N: unknown key", "Did you mean 'n'?"]),
@@ -104,7 +104,7 @@ def test_what_cannot_be_meant_is_refused_with_the_path_and_what_is_legal(value, 
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, 3, ["full"], Full])
+@pytest.mark.parametrize("value", [None, "full", 3, ["full"], Full])
 def test_what_is_no_mapping_is_refused_with_the_kinds(value):
     with pytest.raises(PolicyError, match="a policy is a mapping with `kind`") as caught:
         parse_policy(value)

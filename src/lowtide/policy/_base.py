@@ -34,8 +34,8 @@ def parse_share(value: str) -> tuple[int, int]:
 
 
 def _whole_number(value: object) -> object:
-    """Refuse what pydantic would turn into a whole number: true and false, 2.0, the text "2"."""
-    if isinstance(value, bool | float | str):
+    """Refuse what pydantic would turn into a whole number: true, false and 2.0."""
+    if isinstance(value, bool | float):
         raise ValueError(f"{value!r} is no whole number")
     return value
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError, field_valid
 
 from lowtide.errors import PolicyError, nearest
 from lowtide.policy._base import OP_NAME, Frozen, Keep, LayerPolicyBase, Whole, as_patterns, parse_share
-from lowtide.policy._presets import named_policy
+from lowtide.policy._presets import named_policy, preset_names
 from lowtide.policy._rules import Rule, Rules
 from lowtide.units import parse_bytes
 
@@ -186,19 +186,23 @@ _INNER: dict[str, type[BaseModel]] = {"policy.save.": SaveRule, "policy.rules.":
 
 
 def parse_policy(value: object) -> NoPolicy | LayerPolicy:
-    """Turn a mapping (as read from YAML or JSON), a name (``full``, ``none``, a preset) or a policy into a policy.
+    """Turn a mapping (as read from YAML or JSON), the name of a preset or a policy into a policy.
 
     Raises:
         PolicyError: an unknown kind, preset or key, or a value out of range; the message lists what is legal.
     """
     if isinstance(value, NoPolicy | LayerPolicy):
         return value
+    given = value
     if isinstance(value, str):
         value = named_policy(value)
     if not isinstance(value, Mapping):
+        near = nearest(given, preset_names(), count=1) if isinstance(given, str) else []
+        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise PolicyError(
-            f"a policy is a mapping with `kind`, the name of a preset, or a policy object such as lowtide.Full(); "
-            f"got {type(value).__name__}. Kinds: {', '.join(_MODELS)}"
+            "a policy is a mapping with `kind`, the name of a preset, or a policy object such as lowtide.Full(); "
+            f"got {repr(given) if isinstance(given, str) else type(given).__name__}. Kinds: {', '.join(_MODELS)}. "
+            f"Presets: {', '.join(preset_names())}.{hint}"
         )
     kind = value.get("kind")
     if kind == "plan":

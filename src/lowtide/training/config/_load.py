@@ -19,7 +19,7 @@ from pydantic_core import to_jsonable_python
 from lowtide.errors import ConfigError, InputError, listing, nearest
 from lowtide.training.config._document import MAX_BYTES, Mark, Seq, Table, read_yaml, report, tell
 from lowtide.training.config._explain import Explainer
-from lowtide.training.config._fields import class_for, entry_of
+from lowtide.training.config._fields import class_for, entry_of, field_annotation
 from lowtide.training.config._overrides import apply_override
 from lowtide.training.config._references import Resolver
 from lowtide.training.config._sections import TrainConfig
@@ -151,12 +151,15 @@ def _apply(overrides: Sequence[str], root: Table, model: type[BaseModel]) -> Non
 
 
 def _of_the_default_kind(root: Table, name: str, model: type[BaseModel]) -> None:
-    """A section that overrides made changes a field of the default, so it is of the default's kind."""
+    """A section that overrides made, of fields that the default has, changes the default and is of its kind."""
     section, info = root[name], model.model_fields.get(name)
     if info is None or info.is_required() or not isinstance(section, Table) or "kind" in section:
         return
     default = to_jsonable_python(info.get_default(call_default_factory=True))
-    if isinstance(default, dict) and "kind" in default:
+    if not isinstance(default, dict) or "kind" not in default:
+        return
+    cls = class_for(field_annotation(info), default)
+    if cls is not None and section.keys() <= cls.model_fields.keys():
         section.put("kind", default["kind"], Mark(f"--set {name}"))
 
 

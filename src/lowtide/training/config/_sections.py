@@ -134,7 +134,7 @@ def _mapping(kind: str) -> Any:
     return {"kind": kind}
 
 
-_BY_NAME = BeforeValidator(lambda value: named_policy(value) if isinstance(value, str) else value)
+_BY_NAME = BeforeValidator(lambda value: (named_policy(value) or value) if isinstance(value, str) else value)
 
 
 class TrainConfig(Section):
