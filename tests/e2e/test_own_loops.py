@@ -61,8 +61,8 @@ def test_every_example_is_run_here() -> None:
 def test_in_one_process(name: str) -> None:
     needs(*ONE_PROCESS[name])
     train = example(name).train
-    bare, losses = train("none")
-    again, same = train("none")
+    bare, losses = train({"kind": "none"})
+    again, same = train({"kind": "none"})
     assert (losses, _differing(bare, again)) == (same, []), "two runs without a policy differ"
     for policy in POLICIES.values():
         model, found = train(policy)
@@ -102,10 +102,10 @@ def _two(name: str, folder: str) -> Any:
     """Train on this rank without a policy, twice, and with each; what differed."""
     os.environ.update(TORCHELASTIC_RUN_ID="none", GROUP_RANK="0", LOCAL_WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
     module = example(name)
-    bare, losses = module.train("none")
+    bare, losses = module.train({"kind": "none"})
     if hasattr(module, "sharded") and not module.sharded(bare):
         return "not sharded"
-    again, same = module.train("none")
+    again, same = module.train({"kind": "none"})
     found = {"control": _differing(bare, again) + ["losses"] * (losses != same)}
     for policy_name, policy in POLICIES.items():
         model, values = module.train(policy)
