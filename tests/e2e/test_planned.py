@@ -51,6 +51,7 @@ def test_a_plan_is_made_reviewed_and_trained(tmp_path: Path, capsys: pytest.Capt
     assert "this plan is for another model: the plan says nothing of layers.3" in other.err
 
 
+@pytest.mark.full
 def test_a_limit_in_the_config_is_planned_for_at_the_start(tmp_path: Path) -> None:
     config = str(_config(tmp_path))
     ended = lowtide(tmp_path, "train", config, "--nproc", "2", "--set", f"policy={{kind: plan, limit: {LIMIT}}}")

@@ -96,8 +96,7 @@ def zoo_inputs(name: str, model: nn.Module) -> dict[str, Any]:
 
 SLICE = {
     ("decoder", "selective"), ("decoder", "selective, replay"), ("decoder", "rules that recompute, executor recompute"),
-    ("llama", "full"), ("gpt2", "rules that save"), ("qwen3", "rules that recompute"), ("bert", "selective"),
-    ("t5", "full"),
+    ("llama", "full"), ("gpt2", "rules that save"), ("qwen3", "rules that recompute"),
 }  # fmt: skip
 MODELS = (*families.FAMILIES, "t5", "bert", "vit", "mamba", "qwen3_moe")
 

@@ -102,5 +102,8 @@ POLICIES = [
 @pytest.mark.parametrize("executor", ["recompute", "replay"])
 @pytest.mark.parametrize("function", BLOCKS, ids=lambda f: f.__name__)
 def test_the_law(function, executor):
+    control = law.check_control(partial(replayed.build, function), replayed.step, steps=3)
     for policy in POLICIES:
-        law.assert_law(partial(replayed.build, function), replayed.step, {**policy, "executor": executor}, steps=3)
+        law.assert_law(
+            partial(replayed.build, function), replayed.step, {**policy, "executor": executor}, control=control, steps=3
+        )
