@@ -50,10 +50,13 @@ def _measure(policy: str, bf16: bool, accumulation: int, keep: bool) -> list[tup
     assert account is not None
     with PeakMeter(static=static, device="cpu") as meter:
         step()
+    measured = meter._events
+    assert measured is not None
+    assert measured.account is not None
     return [
         (alone.peak_bytes, end),
         (account.static_bytes, account.certain_peak_bytes, account.peak_bytes),
-        (meter.peak.bytes, meter.peak.method, meter.peak.note),
+        (meter.peak.bytes, meter.peak.method, meter.peak.note, measured.account.certain_peak_bytes),
     ]
 
 
@@ -74,16 +77,17 @@ def test_two_processes_with_fsdp2(
         static, certain, high = account
         assert end == 0, "what FSDP2 gathered and refilled in place went back"
         assert static < tracked_bytes <= high
-        # Three steps. In bf16 the scratch memory of matrix products differs between steps and between CPUs.
         scratch = 0.05 if bf16 else 4e-4
-        for found in (certain, peak[0]):
-            assert tracked_bytes - 64 * 1024 <= found <= tracked_bytes * (1 + scratch) + 16 * 1024
+        assert certain <= tracked_bytes * (1 + scratch) + 16 * 1024
+        assert certain >= tracked_bytes - 64 * 1024
+        # Against the events of the very step: in bf16 the scratch of matrix products differs between steps and CPUs.
+        assert peak[0] == pytest.approx(peak[3], rel=0.001, abs=64 * 1024)
         assert peak[1] in (("allocator events", "storage tracker") if bf16 else ("storage tracker",)), peak[2]
 
 
 def test_one_process_with_fsdp2_needs_no_correction(run_on: Callable[..., Any]) -> None:
     ((tracked, account, peak),) = run_on(1, _measure, "full", False, 1, False, timeout_s=200)
     static, _, high = account
-    assert peak == (high, "allocator events", "")
+    assert peak[:3] == (high, "allocator events", "")
     assert tracked[0] == pytest.approx(high, rel=4e-4)
     assert static < high

@@ -16,6 +16,8 @@ the block's own: the outline of the step counts them (``_outline``), and learns 
 
 Checked against the whole fake step (tests/unit/test_model_of_traces.py). Known limits: what a region's module gets as
 arguments is taken from what its operators read; kept values that a later operator overwrites are recomputed.
+
+Over 400 lines: one block, from its trace to the bytes of every moment, on one state.
 """
 
 from __future__ import annotations

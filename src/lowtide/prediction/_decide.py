@@ -14,6 +14,8 @@ tests hold the two equal to the byte.
 
 Known limits: a module that is called by its ``forward`` is not seen in conditions on modules; a module that calls one
 which is not its own descendant likewise.
+
+Over 400 lines: both executors decide over the same span of a trace, and are to be read beside each other.
 """
 
 from __future__ import annotations

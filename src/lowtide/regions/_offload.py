@@ -28,7 +28,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lowtide.regions._tape import Away, share
+from lowtide.regions._held import version_only
+from lowtide.regions._tape import Away
 
 __all__ = ["MIN_BYTES", "HostPool", "Parked", "ParkedCall", "Parking"]
 
@@ -159,7 +160,7 @@ class Parked(Away):
         self._device = value.device
         self._origin = StorageWeakRef(storage)
         self._ahead: Any = None
-        self._version = _version_alone(value)
+        self._version = version_only(value, "offload").tensor
         self.nbytes = storage.nbytes()
         call.parking.pool.add(self.nbytes)
         self._host = None if isinstance(value, torch._subclasses.FakeTensor) else _to_host(value)
@@ -207,13 +208,6 @@ class Parked(Away):
             with _disable_current_modes():
                 raw.copy_(self._host, non_blocking=self._device.type != "cpu")
         return raw
-
-
-def _version_alone(value: torch.Tensor) -> torch.Tensor:
-    """Hold the version counter of a value and none of its memory."""
-    held = share(value)
-    held.data = value.detach().new_empty(0)
-    return held
 
 
 def _to_host(value: torch.Tensor) -> torch.Tensor:
